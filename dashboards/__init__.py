@@ -1,0 +1,1 @@
+"""Live and replayed views of goodput, placements and replanning decisions."""

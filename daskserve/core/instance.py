@@ -1,0 +1,112 @@
+"""What an instance is: its role, how its engine is set up, and what it says of itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from daskserve.errors import InvalidParameter
+
+DTYPES = ("float32", "bfloat16")
+
+
+class Role(StrEnum):
+    """The name is also the Dask resource that workers of this role carry."""
+
+    PREFILL = "PREFILL"
+    DECODE = "DECODE"
+    COLOCATED = "COLOCATED"
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """How to build the engine of one instance.
+
+    Parameters
+    ----------
+    model
+        ``smollm2-135m``, a local directory, a Hub id, ``tiny-random-<architecture>``, or
+        ``mock`` (fixed step time, for load tests).
+    dtype
+        ``float32`` (tokens equal to ``generate``) or ``bfloat16``.
+    num_kv_blocks
+        Pages in the KV pool, scratch page excluded; None sizes it from ``kv_memory_bytes``.
+    kv_memory_bytes
+        Memory for KV when ``num_kv_blocks`` is None.
+    block_size
+        Tokens per page.
+    prefill_budget_tokens
+        L_m: prompts are batched up to this many tokens, a longer one runs alone
+        (DistServe section 4.3); None uses the profile of this machine or the default.
+    chunk_tokens
+        COLOCATED only: chunked prefill with this many tokens per mixed step; None runs whole
+        prompts first.
+    max_batch_size
+        Most requests in one decode step.
+    num_threads
+        Threads for the matrix products; None uses the cores that the process may run on.
+    kv_lease_s
+        How long a prefilled request's KV waits to be pulled before its memory is taken back.
+    mock_prefill_s, mock_decode_s
+        Step times of the mock model.
+    """
+
+    model: str = "smollm2-135m"
+    dtype: str = "bfloat16"
+    device: str = "cpu"
+    num_kv_blocks: int | None = None
+    kv_memory_bytes: int = 2**30
+    block_size: int = 16
+    prefill_budget_tokens: int | None = None
+    chunk_tokens: int | None = None
+    max_batch_size: int = 64
+    num_threads: int | None = None
+    kv_lease_s: float = 60.0
+    mock_prefill_s: float = 0.01
+    mock_decode_s: float = 0.01
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise InvalidParameter("dtype", self.dtype, f"must be one of {', '.join(DTYPES)}")
+        for name in ("kv_memory_bytes", "block_size", "max_batch_size"):
+            _check_positive(name, getattr(self, name))
+        for name in ("num_kv_blocks", "prefill_budget_tokens", "chunk_tokens", "num_threads"):
+            if getattr(self, name) is not None:
+                _check_positive(name, getattr(self, name))
+        if not self.kv_lease_s > 0:
+            raise InvalidParameter("kv_lease_s", self.kv_lease_s, "must be above 0")
+
+
+def _check_positive(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise InvalidParameter(name, value, "must be a whole number of at least 1")
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceInfo:
+    """What a running instance says of itself, for routing, validation and display."""
+
+    role: Role
+    model: str
+    dtype: str
+    context_tokens: int
+    block_size: int
+    num_kv_blocks: int
+    max_batch_size: int
+    kv_layout: str
+    """Fingerprint of model, dtype, block size and shape: only equal ones may exchange KV."""
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceLoad:
+    """A snapshot of an instance's counters; exact, taken between steps."""
+
+    num_waiting: int = 0
+    num_running: int = 0
+    num_holding: int = 0
+    """Prefilled requests whose KV waits to be pulled."""
+    waiting_tokens: int = 0
+    used_kv_blocks: int = 0
+    free_kv_blocks: int = 0
+    num_steps: int = 0
+    num_finished: int = 0

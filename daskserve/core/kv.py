@@ -1,0 +1,35 @@
+"""KV block arithmetic and the handle that names a prefilled request's KV."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+def blocks_for(num_tokens: int, block_size: int) -> int:
+    """Pages that ``num_tokens`` tokens occupy."""
+    return -(-num_tokens // block_size)
+
+
+@dataclass(frozen=True, slots=True)
+class KVHandle:
+    """Names the KV of one prefilled request; small enough to travel as a Dask result.
+
+    Parameters
+    ----------
+    request_id
+        The request that the KV belongs to.
+    instance_address
+        Dask address of the prefill worker that holds it.
+    secret
+        Random per prefill: a pull must show it, so that no stale or foreign handle reads KV.
+    num_tokens
+        Tokens whose KV is held: the whole prompt.
+    kv_layout
+        Fingerprint of model, dtype, block size and shape; both sides must agree.
+    """
+
+    request_id: str
+    instance_address: str
+    secret: bytes
+    num_tokens: int
+    kv_layout: str

@@ -1,0 +1,95 @@
+"""Every error that a user can meet.
+
+DaskserveError
+|-- RequestError              this request (or row) only; the job goes on
+|   |-- InvalidParameter      a field has a value that is not allowed
+|   |-- ContextOverflow       prompt + max_tokens is longer than the model's context
+|   |-- NeverFits             no instance's KV pool could ever hold the request
+|   |-- EngineStepFailed      the engine step that held this request raised
+|   |-- DeadlineExceeded      the request was not finished in time
+|   `-- RequestCancelled      the caller cancelled it
+|-- KVUnavailable             a KV pull was refused, broken or too late: recompute
+|-- InstanceLost              a worker died or was replaced: retried elsewhere
+|-- ModelError                the model cannot be found, loaded or run exactly
+|-- ClusterError              the cluster lacks what was asked of it
+|-- ConfigError               a setting or an option is wrong
+`-- BatchError                the batch job as a whole cannot start or go on
+"""
+
+from __future__ import annotations
+
+
+class DaskserveError(Exception):
+    """Base of all errors that daskserve raises on purpose."""
+
+
+class RequestError(DaskserveError):
+    """Fails one request; its neighbours and the service go on. ``code`` is stable for machines."""
+
+    code = "request_error"
+
+
+class InvalidParameter(RequestError):
+    """A field has a value outside its limits.
+
+    Parameters
+    ----------
+    field, value, limit
+        What was given and what is allowed, in words: ``temperature=-1 must be 0..2``.
+    """
+
+    code = "invalid_parameter"
+
+    def __init__(self, field: str, value: object, limit: str) -> None:
+        shown = repr(value)
+        if len(shown) > 80:
+            shown = shown[:77] + "..."
+        super().__init__(f"{field}={shown} {limit}")
+        self.field, self.value, self.limit = field, value, limit
+
+    def __reduce__(self) -> tuple[type[InvalidParameter], tuple[str, object, str]]:
+        return (type(self), (self.field, self.value, self.limit))
+
+
+class ContextOverflow(RequestError):
+    code = "context_length_exceeded"
+
+
+class NeverFits(RequestError):
+    code = "kv_pool_too_small"
+
+
+class EngineStepFailed(RequestError):
+    code = "engine_step_failed"
+
+
+class DeadlineExceeded(RequestError):
+    code = "deadline_exceeded"
+
+
+class RequestCancelled(RequestError):
+    code = "cancelled"
+
+
+class KVUnavailable(DaskserveError):
+    """A KV pull was refused, corrupt, or too late; the prompt is computed again."""
+
+
+class InstanceLost(DaskserveError):
+    """The instance that held this request is gone; the request is retried elsewhere."""
+
+
+class ModelError(DaskserveError):
+    """The model cannot be found, loaded, or run exactly by this engine."""
+
+
+class ClusterError(DaskserveError):
+    """The cluster cannot do what was asked; the message says what is missing."""
+
+
+class ConfigError(DaskserveError):
+    """A setting or command-line option is wrong."""
+
+
+class BatchError(DaskserveError):
+    """The batch job as a whole cannot start or go on."""

@@ -1,0 +1,1 @@
+"""Where a model name leads: the embedded default, local directories, the Hub, random test models."""

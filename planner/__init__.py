@@ -1,0 +1,1 @@
+"""Capacity planning: latency models, the simulator and the placement search."""

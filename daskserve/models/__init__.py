@@ -1,1 +1,1 @@
-"""Where a model name leads: the embedded default, local directories, the Hub, random test models."""
+"""Where a model name leads: the embedded default, directories, the Hub, random test models."""

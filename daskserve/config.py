@@ -1,0 +1,100 @@
+"""The settings under ``daskserve:`` in Dask's configuration, checked against their models.
+
+``daskserve.yaml`` holds the defaults; a Dask configuration file, ``dask.config.set`` and
+environment variables such as ``DASK_DASKSERVE__BATCH__MAX_IN_FLIGHT`` override them.
+"""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+from typing import Any
+
+import dask.config
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from daskserve.errors import ConfigError
+
+_DEFAULTS_FILE = Path(__file__).with_name("daskserve.yaml")
+
+
+def _kebab(name: str) -> str:
+    return name.replace("_", "-")
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, alias_generator=_kebab, validate_by_name=False
+    )
+
+
+class BatchSettings(_Section):
+    """``daskserve.batch``: how a batch job reads, submits and writes."""
+
+    max_in_flight: int | None = Field(ge=1)
+    max_line_bytes: int = Field(ge=1024)
+    max_attempts: int = Field(ge=1)
+    max_lost_rows: int = Field(ge=1)
+    sync_interval_s: float = Field(ge=0, allow_inf_nan=False)
+    progress_interval_s: float = Field(gt=0, allow_inf_nan=False)
+
+
+class Settings(_Section):
+    """Everything under ``daskserve:``; each room takes the narrowest section."""
+
+    batch: BatchSettings
+
+
+def settings() -> Settings:
+    """The settings as they are now.
+
+    Raises
+    ------
+    ConfigError
+        Names the key, its value and what is allowed; for an unknown key the nearest valid one.
+    """
+    try:
+        return Settings.model_validate(_hyphened(dask.config.get("daskserve")))
+    except ValidationError as error:
+        raise ConfigError("; ".join(_explain(e) for e in error.errors())) from None
+
+
+def _hyphened(node: Any) -> Any:
+    """Environment variables arrive with underscores; the file uses hyphens."""
+    if isinstance(node, dict):
+        return {_kebab(str(key)): _hyphened(value) for key, value in node.items()}
+    return node
+
+
+def _explain(error: Any) -> str:
+    path = [str(part) for part in error["loc"]]
+    name = ".".join(["daskserve", *path])
+    if error["type"] == "extra_forbidden":
+        return f"{name} is not a setting; {_nearest(path)}"
+    if error["type"] == "missing":
+        return f"{name} is missing"
+    return f"{name}={error['input']!r}: {error['msg'][0].lower()}{error['msg'][1:]}"
+
+
+def _nearest(path: list[str]) -> str:
+    valid = _valid_keys(Settings, "daskserve")
+    close = difflib.get_close_matches(".".join(["daskserve", *path]), valid, n=1, cutoff=0.6)
+    if close:
+        return f"did you mean {close[0]}?"
+    return f"the settings are {', '.join(valid)}"
+
+
+def _valid_keys(model: type[BaseModel], prefix: str) -> list[str]:
+    keys = []
+    for name, info in model.model_fields.items():
+        key = f"{prefix}.{_kebab(name)}"
+        inner = info.annotation
+        if isinstance(inner, type) and issubclass(inner, BaseModel):
+            keys += _valid_keys(inner, key)
+        else:
+            keys.append(key)
+    return keys
+
+
+dask.config.update_defaults(yaml.safe_load(_DEFAULTS_FILE.read_text(encoding="utf-8")))

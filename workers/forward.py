@@ -1,0 +1,70 @@
+"""One engine step as the model sees it: packed tokens of several requests, and their KV pages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """The sizes of a model that the engine and its KV pool need."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    context_tokens: int
+    eos_token_ids: frozenset[int]
+
+
+@dataclass(slots=True)
+class ForwardBatch:
+    """New tokens of R requests, packed one after the other, with the KV pages of each request.
+
+    Parameters
+    ----------
+    token_ids, positions
+        int64 [T]: the new tokens and their positions in their requests.
+    query_start
+        int32 [R + 1]: row r owns the packed tokens ``query_start[r]:query_start[r + 1]``.
+    context_tokens
+        int32 [R]: tokens of the row in the KV pool after this step, cached and new.
+    page_table
+        int32 [R, max_pages]: page ids of each row in order; unused entries are 0, the scratch page.
+    """
+
+    token_ids: np.ndarray
+    positions: np.ndarray
+    query_start: np.ndarray
+    context_tokens: np.ndarray
+    page_table: np.ndarray
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.context_tokens)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether every row brings exactly one token."""
+        return len(self.token_ids) == len(self.context_tokens)
+
+
+class Runner(Protocol):
+    """Runs a model over packed batches; the real one and the mock look the same to the engine."""
+
+    shape: ModelShape
+    dtype: torch.dtype
+
+    def bind(self, pool_pages: torch.Tensor) -> None:
+        """Use this pool: ``[blocks + 1, layers, 2, kv_heads, block_size, head_dim]``."""
+
+    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+        """float32 logits ``[R, vocab]`` of each row's last token; writes the new tokens' KV."""

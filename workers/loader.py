@@ -1,0 +1,90 @@
+"""From a model directory to a runner that is known to compute what the plain model computes."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers.utils import logging as transformers_logging
+
+from daskserve.core.instance import EngineConfig
+from daskserve.errors import ModelError
+from daskserve.workers.attention import ATTENTION_NAME
+from daskserve.workers.forward import ModelShape
+from daskserve.workers.probe import discover_kv_shape, verify
+from daskserve.workers.runner import ModelRunner
+
+
+def load_runner(model_dir: Path, config: EngineConfig) -> ModelRunner:
+    """Load a causal language model and verify it.
+
+    Parameters
+    ----------
+    model_dir
+        Directory with ``config.json`` and safetensors weights.
+    config
+        ``dtype``, ``num_threads`` and ``block_size`` are used.
+
+    Raises
+    ------
+    ModelError
+        The directory holds no usable model, or its architecture does not give the plain model's
+        logits through paged attention.
+    """
+    num_threads = config.num_threads or len(os.sched_getaffinity(0))
+    torch.set_num_threads(num_threads)
+    dtype = getattr(torch, config.dtype)
+    model = _load_model(Path(model_dir), dtype)
+    name = _architecture(model.config)
+    try:
+        num_layers, num_kv_heads, head_dim = discover_kv_shape(model)
+    except ModelError as error:
+        raise ModelError(f"{name} cannot be served: {error}") from error
+    text_config = model.config.get_text_config()
+    shape = ModelShape(
+        num_layers=num_layers,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        vocab_size=text_config.vocab_size,
+        context_tokens=text_config.max_position_embeddings,
+        eos_token_ids=_eos_token_ids(model),
+    )
+    runner = ModelRunner(model, shape, dtype, num_threads)
+    verify(runner, name, config.block_size)
+    return runner
+
+
+def _load_model(model_dir: Path, dtype: torch.dtype) -> torch.nn.Module:
+    if not (model_dir / "config.json").is_file():
+        raise ModelError(f"{model_dir} is not a model directory: it has no config.json")
+    transformers_logging.disable_progress_bar()
+    name = str(model_dir)
+    try:
+        hf_config = AutoConfig.from_pretrained(model_dir, local_files_only=True)
+        name = f"{_architecture(hf_config)} in {model_dir}"
+        model = AutoModelForCausalLM.from_pretrained(
+            model_dir,
+            config=hf_config,
+            dtype=dtype,
+            attn_implementation=ATTENTION_NAME,
+            local_files_only=True,
+            use_safetensors=True,
+        )
+    except Exception as error:  # transformers raises many kinds for files that do not fit
+        raise ModelError(f"{name} cannot be served: {error}") from error
+    return model.eval().requires_grad_(False)
+
+
+def _architecture(config: PretrainedConfig) -> str:
+    return (config.architectures or [config.model_type])[0]
+
+
+def _eos_token_ids(model: torch.nn.Module) -> frozenset[int]:
+    ids = model.generation_config.eos_token_id
+    if ids is None:
+        ids = model.config.get_text_config().eos_token_id
+    if ids is None:
+        return frozenset()
+    return frozenset([ids] if isinstance(ids, int) else ids)

@@ -1,0 +1,93 @@
+"""Checks at load that a model computes the same through paged attention as by itself.
+
+A class that does not call the attention function, or asks it for something that it does not
+know, would give wrong tokens in silence: it is refused here, by name.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from daskserve.errors import ModelError
+from daskserve.workers.attention import ATTENTION_NAME, AttentionRecorder
+from daskserve.workers.forward import ForwardBatch
+
+if TYPE_CHECKING:
+    from daskserve.workers.runner import ModelRunner
+
+# Largest difference of logits, relative to their spread, that rounding alone may cause.
+TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}
+PREFILL, DECODE, CHUNK = 7, 1, 4
+
+
+@torch.inference_mode()
+def discover_kv_shape(model: torch.nn.Module) -> tuple[int, int, int]:
+    """(layers, kv heads, head size), from what the layers hand to the attention function."""
+    recorder = AttentionRecorder()
+    model(input_ids=torch.tensor([[1, 2]]), use_cache=False, paged=recorder)
+    num_layers = model.config.get_text_config().num_hidden_layers
+    if sorted(recorder.kv_shapes) != list(range(num_layers)):
+        raise ModelError(
+            f"{len(recorder.kv_shapes)} of its {num_layers} layers use the attention function"
+        )
+    if len(set(recorder.kv_shapes.values())) != 1:
+        raise ModelError("its layers have KV of different shapes")
+    num_kv_heads, head_dim = recorder.kv_shapes[0]
+    return num_layers, num_kv_heads, head_dim
+
+
+@torch.inference_mode()
+def verify(runner: ModelRunner, name: str, block_size: int) -> None:
+    """Compare a prefill, a decode and a chunked step with one plain forward pass.
+
+    Raises
+    ------
+    ModelError
+        The logits differ by more than rounding explains.
+    """
+    shape = runner.shape
+    total = PREFILL + DECODE + CHUNK
+    tokens = np.random.default_rng(0).integers(0, shape.vocab_size, total)
+    num_pages = -(-total // block_size)
+    pages = torch.zeros(
+        num_pages + 1,
+        shape.num_layers,
+        2,
+        shape.num_kv_heads,
+        block_size,
+        shape.head_dim,
+        dtype=runner.dtype,
+    )
+    runner.bind(pages)
+    plain = _plain_logits(runner.model, tokens)
+    start = 0
+    for step in (PREFILL, DECODE, CHUNK):
+        end = start + step
+        batch = ForwardBatch(
+            token_ids=tokens[start:end],
+            positions=np.arange(start, end),
+            query_start=np.array([0, step], dtype=np.int32),
+            context_tokens=np.array([end], dtype=np.int32),
+            page_table=np.arange(num_pages, 0, -1, dtype=np.int32)[None],
+        )
+        logits = runner.forward(batch)[0]
+        expected = plain[end - 1]
+        error = (logits - expected).abs().max() / expected.std()
+        if not error <= TOLERANCE[runner.dtype]:
+            raise ModelError(
+                f"{name} is not computed exactly by paged attention (logits differ by {error:.2g}"
+                f" of their spread after {end} tokens); it cannot be served"
+            )
+        start = end
+
+
+def _plain_logits(model: torch.nn.Module, tokens: np.ndarray) -> torch.Tensor:
+    """Logits of the model's own eager attention over all tokens at once."""
+    model.set_attn_implementation("eager")
+    try:
+        return model(input_ids=torch.from_numpy(tokens)[None], use_cache=False).logits[0].float()
+    finally:
+        model.set_attn_implementation(ATTENTION_NAME)

@@ -1,0 +1,64 @@
+"""Runs a loaded model over packed batches and returns the logits of each row's last token."""
+
+from __future__ import annotations
+
+import torch
+
+from daskserve.errors import ModelError
+from daskserve.workers.attention import PagedStep
+from daskserve.workers.forward import ForwardBatch, ModelShape, Runner
+
+__all__ = ["ForwardBatch", "ModelRunner", "ModelShape", "Runner"]
+
+
+class ModelRunner:
+    """A transformers model bound to one KV pool.
+
+    Parameters
+    ----------
+    model
+        A causal language model whose attention is ``daskserve.workers.attention``.
+    shape, dtype
+        Sizes of the model and the type of its weights and KV.
+    num_threads
+        Threads of the matrix products; set on whichever thread calls ``forward``.
+    """
+
+    def __init__(
+        self, model: torch.nn.Module, shape: ModelShape, dtype: torch.dtype, num_threads: int
+    ) -> None:
+        self.model = model
+        self.shape = shape
+        self.dtype = dtype
+        self.num_threads = num_threads
+        self.pages: torch.Tensor | None = None
+
+    def bind(self, pool_pages: torch.Tensor) -> None:
+        """Use this pool: ``[blocks + 1, layers, 2, kv_heads, block_size, head_dim]``."""
+        shape = self.shape
+        expected = (shape.num_layers, 2, shape.num_kv_heads, pool_pages.shape[4], shape.head_dim)
+        if tuple(pool_pages.shape[1:]) != expected or pool_pages.dtype != self.dtype:
+            raise ModelError(
+                f"KV pool {tuple(pool_pages.shape)} {pool_pages.dtype} does not fit the model:"
+                f" [blocks + 1, {', '.join(map(str, expected))}] {self.dtype} is needed"
+            )
+        self.pages = pool_pages
+
+    @torch.inference_mode()
+    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+        """float32 logits ``[R, vocab]`` of each row's last token; writes the new tokens' KV."""
+        if torch.get_num_threads() != self.num_threads:
+            torch.set_num_threads(self.num_threads)
+        return self._forward_modules(PagedStep.of(self.pages, batch))
+
+    def _forward_modules(self, step: PagedStep) -> torch.Tensor:
+        batch = step.batch
+        last = torch.from_numpy(batch.query_start[1:]).long() - 1
+        output = self.model(
+            input_ids=torch.from_numpy(batch.token_ids)[None],
+            position_ids=torch.from_numpy(batch.positions)[None],
+            use_cache=False,
+            logits_to_keep=last,
+            paged=step,
+        )
+        return output.logits[0].float()

@@ -26,6 +26,12 @@ def cache_dir() -> Path:
     return Path(chosen).expanduser() if chosen else Path.home() / ".cache" / "daskserve"
 
 
+def cached(name: str) -> Path | None:
+    """The folder ``name`` in the cache, or None when it has not been built."""
+    path = cache_dir() / "models" / name
+    return path if path.is_dir() else None
+
+
 def build_once(name: str, build: Callable[[Path], None]) -> Path:
     """The folder ``name`` in the cache, made by ``build(empty_folder)`` if it is not there yet.
 
@@ -34,10 +40,11 @@ def build_once(name: str, build: Callable[[Path], None]) -> Path:
     ModelError
         The cache cannot be written, or another process held the build for 15 minutes.
     """
+    ready = cached(name)
+    if ready is not None:
+        return ready
     models = cache_dir() / "models"
     target = models / name
-    if target.is_dir():
-        return target
     try:
         models.mkdir(parents=True, exist_ok=True)
         with _locked(models / f".{name}.lock"):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 from daskserve.errors import ModelError
+from daskserve.models.checks import check_model_dir
 
 _WANTED = ["*.json", "*.jinja", "*.safetensors"]
 
@@ -19,6 +21,13 @@ def download(repo_id: str) -> Path:
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ModelError(
-            f"{repo_id} could not be fetched from the Hub: {reason[:300]}. "
-            "Check the name and the connection, or give a local directory"
+            f"{repo_id} could not be fetched from the Hub: {reason[:300].rstrip('.')}. "
+            "Check the name and the connection, or give a local directory."
         ) from error
+
+
+def copy(repo_id: str, target: Path) -> None:
+    """Put the files of ``repo_id`` into the folder ``target``."""
+    snapshot = download(repo_id)
+    check_model_dir(snapshot)
+    shutil.copytree(snapshot, target, dirs_exist_ok=True)

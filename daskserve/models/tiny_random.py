@@ -16,6 +16,7 @@ from typing import Any
 from daskserve.errors import ModelError
 from daskserve.models import byte_tokenizer
 from daskserve.models.cache import build_once
+from daskserve.models.engine_packages import engine_packages, no_progress_bars
 
 PREFIX = "tiny-random-"
 MOCK = "mock"
@@ -64,7 +65,6 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "model_type": "gemma3_text",
         "query_pre_attn_scalar": 8,
         "sliding_window_pattern": 3,
-        "tie_word_embeddings": True,
     },
     "phi3": _DECODER | {"original_max_position_embeddings": _CONTEXT_TOKENS},
     "gpt2": {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": _CONTEXT_TOKENS},
@@ -134,8 +134,9 @@ def _write_mock(folder: Path) -> None:
 
 
 def _write_model(folder: Path, config: dict[str, Any]) -> None:
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    with engine_packages("building a random model"):
+        import torch
+        from transformers import AutoConfig, AutoModelForCausalLM
 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(_SEED)
@@ -146,5 +147,6 @@ def _write_model(folder: Path, config: dict[str, Any]) -> None:
                     parameter.add_(torch.randn_like(parameter) * _VECTOR_STD)
     model.generation_config.eos_token_id = byte_tokenizer.END_OF_TURN_ID
     model.generation_config.pad_token_id = byte_tokenizer.PAD_ID
-    model.save_pretrained(folder)
+    with no_progress_bars():
+        model.save_pretrained(folder)
     byte_tokenizer.write(folder)

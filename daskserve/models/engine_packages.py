@@ -1,0 +1,33 @@
+"""torch and transformers, which only building or converting a model needs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from daskserve.errors import ModelError
+
+
+@contextmanager
+def engine_packages(purpose: str) -> Iterator[None]:
+    """Turns a missing package of the ``engine`` extra into a ModelError that says what to do."""
+    try:
+        yield
+    except ImportError as error:
+        raise ModelError(
+            f"{purpose} needs the package {error.name}: pip install 'daskserve[engine]'"
+        ) from error
+
+
+@contextmanager
+def no_progress_bars() -> Iterator[None]:
+    """Keeps transformers' own progress bars out of the user's terminal."""
+    from transformers.utils import logging
+
+    were_on = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if were_on:
+            logging.enable_progress_bar()

@@ -1,0 +1,37 @@
+"""What several test modules share: the prompts of public data sets and the default model."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+
+from daskserve.errors import ModelError
+from daskserve.models import resolve
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# The same examples in every run, and no failure because a shared machine was slow.
+settings.register_profile("daskserve", deadline=None, derandomize=True, database=None)
+settings.load_profile("daskserve")
+
+
+@pytest.fixture(scope="session")
+def prompts_dir() -> Path:
+    """Folder with HumanEval.jsonl.gz and the other prompt files."""
+    given = os.environ.get("DASKSERVE_TRACES")
+    traces = Path(given) if given else ROOT.parent / "shared" / "data" / "traces"
+    if not (traces / "prompts").is_dir():
+        pytest.skip(f"no prompts at {traces}/prompts; set DASKSERVE_TRACES to a copy")
+    return traces / "prompts"
+
+
+@pytest.fixture(scope="session")
+def smollm2_dir() -> Path:
+    """The default model, fetched and converted on first use."""
+    try:
+        return resolve("smollm2-135m")
+    except ModelError as error:
+        pytest.skip(f"the default model cannot be had here: {error}")

@@ -47,6 +47,9 @@ class EngineConfig:
         Threads for the matrix products; None uses the cores that the process may run on.
     kv_lease_s
         How long a prefilled request's KV waits to be pulled before its memory is taken back.
+    kv_pull_timeout_s
+        Most seconds for one KV pull; after that the decode side computes the prompt again,
+        and the prefill side may take pages back that were being read.
     mock_prefill_s, mock_decode_s
         Step times of the mock model.
     """
@@ -62,6 +65,7 @@ class EngineConfig:
     max_batch_size: int = 64
     num_threads: int | None = None
     kv_lease_s: float = 60.0
+    kv_pull_timeout_s: float = 30.0
     mock_prefill_s: float = 0.01
     mock_decode_s: float = 0.01
 
@@ -73,8 +77,9 @@ class EngineConfig:
         for name in ("num_kv_blocks", "prefill_budget_tokens", "chunk_tokens", "num_threads"):
             if getattr(self, name) is not None:
                 _check_positive(name, getattr(self, name))
-        if not self.kv_lease_s > 0:
-            raise InvalidParameter("kv_lease_s", self.kv_lease_s, "must be above 0")
+        for name in ("kv_lease_s", "kv_pull_timeout_s"):
+            if not getattr(self, name) > 0:
+                raise InvalidParameter(name, getattr(self, name), "must be above 0")
 
 
 def _check_positive(name: str, value: object) -> None:

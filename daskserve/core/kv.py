@@ -26,6 +26,8 @@ class KVHandle:
         Tokens whose KV is held: the whole prompt.
     kv_layout
         Fingerprint of model, dtype, block size and shape; both sides must agree.
+    digest
+        Digest of the held pages: the decode side checks what it pulled against it.
     """
 
     request_id: str
@@ -33,3 +35,4 @@ class KVHandle:
     secret: bytes
     num_tokens: int
     kv_layout: str
+    digest: int

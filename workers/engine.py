@@ -1,0 +1,342 @@
+"""The step loop of one instance: decide, run the model, sample, tell.
+
+All of it happens on one thread and never waits: results, token deltas and requests for pulls
+are put into ``events``, and whoever drives the engine takes them from there.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from daskserve.core.instance import EngineConfig, InstanceLoad, Role
+from daskserve.core.request import Completion, FinishReason, Prefilled, Timeline, TokenDelta
+from daskserve.errors import DaskserveError, EngineStepFailed, RequestCancelled
+from daskserve.text.detokenizer import Detokenizer
+from daskserve.text.tokenizer import Tokenizer
+from daskserve.workers.admission import check_fits, usable_handle
+from daskserve.workers.continuous import ContinuousScheduler
+from daskserve.workers.forward import Runner
+from daskserve.workers.holding import BurstBuffer
+from daskserve.workers.kv_digest import kv_digest
+from daskserve.workers.kv_pool import KVPool
+from daskserve.workers.prefill import PrefillScheduler
+from daskserve.workers.sampler import INVALID, sample
+from daskserve.workers.sequence import Sequence, State
+from daskserve.workers.step import Step, pack
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Reserved:
+    """Pages are reserved: pull the sequence's KV into them, then call ``Engine.pull_ended``."""
+
+    owner: int
+    pages: tuple[int, ...]
+
+
+Event = tuple[Sequence, TokenDelta | Completion | Prefilled | Reserved | DaskserveError]
+
+
+class Engine:
+    """Runs the requests of one instance. One thread only, except ``holding`` and ``load``.
+
+    Parameters
+    ----------
+    runner
+        The model, real or mock.
+    pool
+        KV pages; bound to the runner here.
+    role
+        What kind of instance this is.
+    config
+        Batch sizes and time limits.
+    tokenizer
+        For stop strings and text.
+    budget_tokens
+        L_m, see ``EngineConfig.prefill_budget_tokens``.
+    kv_layout
+        Fingerprint of the pool, see `daskserve.workers.kv_pool.kv_layout`.
+    clock
+        Monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        pool: KVPool,
+        role: Role,
+        config: EngineConfig,
+        tokenizer: Tokenizer,
+        *,
+        budget_tokens: int,
+        kv_layout: str,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.runner, self.pool, self.role, self.config = runner, pool, role, config
+        self.tokenizer = tokenizer
+        self.kv_layout = kv_layout
+        self.clock = clock
+        self.clock_offset_s = 0.0
+        self.events: list[Event] = []
+        self.load = InstanceLoad(free_kv_blocks=pool.num_free)
+        self.holding = BurstBuffer(kv_layout, config.kv_lease_s, config.kv_pull_timeout_s)
+        if role is Role.PREFILL:
+            self.scheduler: Any = PrefillScheduler(pool, budget_tokens, config.max_batch_size)
+        else:
+            self.scheduler = ContinuousScheduler(pool, role, config, budget_tokens)
+        self._sequences: dict[str, Sequence] = {}
+        self._num_steps = 0
+        self._num_finished = 0
+        runner.bind(pool.pages)
+
+    @property
+    def num_sequences(self) -> int:
+        """Requests that are neither finished nor held."""
+        return len(self._sequences)
+
+    def sequences(self) -> list[Sequence]:
+        """The requests that are neither finished nor held."""
+        return list(self._sequences.values())
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a request; an earlier one of the same id is superseded and ends as cancelled."""
+        request = sequence.request
+        self.abort(request.request_id)
+        try:
+            check_fits(sequence, self.role, self.runner.shape, self.pool)
+        except DaskserveError as error:
+            sequence.state = State.DONE
+            self.events.append((sequence, error))
+            return
+        if sequence.handle is not None and not usable_handle(sequence, self.kv_layout):
+            sequence.lose_kv()
+        if sequence.streams or request.params.stop:
+            sequence.detokenizer = Detokenizer(self.tokenizer, request.params.stop)
+            for token_id in sequence.output_ids:
+                sequence.detokenizer.push(token_id)
+        self._sequences[request.request_id] = sequence
+        self.scheduler.add(sequence)
+        self.publish_load()
+
+    def abort(self, request_id: str, error: DaskserveError | None = None) -> None:
+        """End a request in whatever state; unknown ids are ignored."""
+        self.release(request_id, None)
+        sequence = self._sequences.get(request_id)
+        if sequence is not None:
+            self._end(sequence, error or RequestCancelled(f"request {request_id} was cancelled"))
+            self.publish_load()
+
+    def abort_sequence(self, sequence: Sequence) -> None:
+        """End this very submission of a request, not a later one of the same id."""
+        if self._sequences.get(sequence.request.request_id) is sequence:
+            self.abort(sequence.request.request_id)
+
+    def abort_all(self, error: DaskserveError) -> None:
+        """End every request and stop holding KV."""
+        for sequence in self.sequences():
+            self._end(sequence, error)
+        for owner in self.holding.expire(float("inf")):
+            self.pool.free(owner)
+        self.publish_load()
+
+    def release(self, request_id: str, secret: bytes | None) -> None:
+        """Stop holding a request's KV; a wrong secret or an unknown id changes nothing."""
+        owner = self.holding.take(request_id, secret)
+        if owner is not None:
+            self.pool.free(owner)
+            self.publish_load()
+
+    def pull_ended(self, owner: int, succeeded: bool, transfer_s: float) -> None:
+        """The pull into the pages of ``owner`` is over, and nothing writes to them any more."""
+        self.scheduler.pull_ended(owner, succeeded, transfer_s)
+        self.publish_load()
+
+    def step(self) -> bool:
+        """Run one step; False when there is nothing to compute now."""
+        for owner in self.holding.expire(self.clock()):
+            self.pool.free(owner)
+        step = self.scheduler.next_step()
+        self._ask_for_pulls()
+        if step is not None:
+            self._run(step)
+            self._num_steps += 1
+        self.publish_load()
+        return step is not None
+
+    def publish_load(self) -> None:
+        """Renew ``load``, which other threads read."""
+        waiting = self.scheduler.waiting
+        self.load = InstanceLoad(
+            num_waiting=len(waiting),
+            num_running=self.scheduler.num_active,
+            num_holding=len(self.holding),
+            waiting_tokens=waiting.num_tokens,
+            used_kv_blocks=self.pool.num_used,
+            free_kv_blocks=self.pool.num_free,
+            num_steps=self._num_steps,
+            num_finished=self._num_finished,
+        )
+
+    def service_now(self) -> float:
+        """Seconds on the clock of ``Request.submitted_at``."""
+        return self.clock() + self.clock_offset_s
+
+    def _ask_for_pulls(self) -> None:
+        if self.role is not Role.DECODE:
+            return
+        for sequence in self.scheduler.new_pulls:
+            pages = tuple(self.pool.pages_of(sequence.owner))
+            held = pages[: self.pool.blocks_for(sequence.handle.num_tokens)]
+            self.events.append((sequence, Reserved(sequence.owner, held)))
+        self.scheduler.new_pulls.clear()
+
+    def _run(self, step: Step) -> None:
+        sequences = step.sequences
+        started_at = self.service_now()
+        for sequence in sequences:
+            if sequence.prefill_started_at is None:
+                sequence.prefill_started_at = started_at
+            if sequence.output_ids and sequence.decode_started_at is None:
+                sequence.decode_started_at = started_at
+        draws = [
+            (row, s.request.params, s.request.seed, len(s.output_ids))
+            for row, s in enumerate(sequences)
+            if not s.request.params.is_greedy
+        ]
+        try:
+            tokens = sample(self.runner.forward(pack(step, self.pool)), draws)
+        except Exception as error:
+            logger.exception("an engine step of %d requests failed", len(sequences))
+            for sequence in sequences:
+                name = type(error).__name__
+                self._end(sequence, EngineStepFailed(f"the engine step raised {name}: {error}"))
+            return
+        self._advance(step, tokens)
+
+    def _advance(self, step: Step, tokens: Any) -> None:
+        now = self.service_now()
+        token_ids = tokens.tolist()
+        num_running = 0
+        if step.decode is not None:
+            running = list(step.decode.sequences)
+            num_running = len(running)
+            step.decode.advance(tokens[:num_running])
+            for sequence, token_id in zip(running, token_ids, strict=False):
+                sequence.num_computed += 1
+                self._accept(sequence, token_id, now)
+        for chunk, token_id in zip(step.chunks, token_ids[num_running:], strict=True):
+            sequence = chunk.sequence
+            is_last = chunk.is_last
+            sequence.num_computed += chunk.num_tokens
+            if is_last and self._accept(sequence, token_id, now):
+                self._prompt_computed(sequence)
+
+    def _prompt_computed(self, sequence: Sequence) -> None:
+        if self.role is not Role.PREFILL:
+            self.scheduler.start_decoding(sequence)
+            return
+        request_id = sequence.request.request_id
+        pages = self.pool.pages_of(sequence.owner)
+        handle = self.holding.hold(
+            request_id,
+            sequence.address,
+            sequence.num_computed,
+            sequence.owner,
+            pages,
+            kv_digest(self.pool.words, pages),
+            self.clock(),
+        )
+        self.scheduler.hand_over(sequence)
+        del self._sequences[request_id]
+        self._num_finished += 1
+        self.events.append((sequence, self._prefilled(sequence, handle=handle)))
+
+    def _accept(self, sequence: Sequence, token_id: int, now: float) -> bool:
+        """Take the next token; True when the sequence goes on after it."""
+        if token_id == INVALID:
+            self._end(sequence, EngineStepFailed("the model's logits are not finite"))
+            return False
+        sequence.output_ids.append(token_id)
+        if sequence.first_token_at is None:
+            sequence.first_token_at = now
+            started_at = sequence.prefill_started_at
+            sequence.prefill_queue_s = max(started_at - sequence.request.submitted_at, 0.0)
+            sequence.prefill_s = now - started_at
+        text = sequence.detokenizer.push(token_id) if sequence.detokenizer else ""
+        reason = self._finish_reason(sequence, token_id)
+        if reason is not None and sequence.detokenizer:
+            text += sequence.detokenizer.flush()
+        if sequence.streams:
+            index = len(sequence.output_ids) - 1
+            request_id = sequence.request.request_id
+            delta = TokenDelta(request_id, index, (token_id,), text, reason)
+            self.events.append((sequence, delta))
+        if reason is not None:
+            self._finish(sequence, reason, now)
+        return reason is None
+
+    def _finish_reason(self, sequence: Sequence, token_id: int) -> FinishReason | None:
+        params = sequence.request.params
+        if token_id in self.runner.shape.eos_token_ids and not params.ignore_eos:
+            return FinishReason.STOP
+        if sequence.detokenizer is not None and sequence.detokenizer.stopped:
+            return FinishReason.STOP
+        if len(sequence.output_ids) >= params.max_tokens:
+            return FinishReason.LENGTH
+        return None
+
+    def _finish(self, sequence: Sequence, reason: FinishReason, now: float) -> None:
+        completion = self._completion(sequence, reason, now)
+        if self.role is Role.PREFILL:
+            self._end(sequence, self._prefilled(sequence, completion=completion))
+        else:
+            self._end(sequence, completion)
+        self._num_finished += 1
+
+    def _completion(self, sequence: Sequence, reason: FinishReason, now: float) -> Completion:
+        detokenizer = sequence.detokenizer
+        output_ids = tuple(sequence.output_ids)
+        return Completion(
+            request_id=sequence.request.request_id,
+            text=detokenizer.text if detokenizer else self.tokenizer.decode(output_ids),
+            token_ids=output_ids,
+            finish_reason=reason,
+            num_prompt_tokens=sequence.request.num_prompt_tokens,
+            timeline=_timeline(sequence, now),
+        )
+
+    def _prefilled(self, sequence: Sequence, **result: Any) -> Prefilled:
+        return Prefilled(
+            request_id=sequence.request.request_id,
+            first_token_id=sequence.output_ids[0],
+            first_token_at=sequence.first_token_at,
+            prefill_queue_s=sequence.prefill_queue_s,
+            prefill_s=sequence.prefill_s,
+            handle=result.get("handle"),
+            completion=result.get("completion"),
+        )
+
+    def _end(self, sequence: Sequence, outcome: Completion | Prefilled | DaskserveError) -> None:
+        self.scheduler.remove(sequence)
+        sequence.state = State.DONE
+        del self._sequences[sequence.request.request_id]
+        self.events.append((sequence, outcome))
+
+
+def _timeline(sequence: Sequence, now: float) -> Timeline:
+    started_at = sequence.decode_started_at
+    first_token_at = sequence.first_token_at
+    queue_s = started_at - first_token_at - sequence.kv_transfer_s if started_at else 0.0
+    return Timeline(
+        prefill_queue_s=sequence.prefill_queue_s,
+        prefill_s=sequence.prefill_s,
+        kv_transfer_s=sequence.kv_transfer_s,
+        decode_queue_s=max(queue_s, 0.0),
+        decode_s=now - started_at if started_at else 0.0,
+        num_recomputes=sequence.num_recomputes,
+    )

@@ -1,0 +1,141 @@
+"""The paged KV memory of one instance: who owns which page, and the bytes of each page.
+
+A page holds ``block_size`` tokens of one request over all layers, so that a request's KV is a
+few contiguous pieces of memory and moves between instances without packing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Hashable, Sequence
+
+import numpy as np
+import torch
+
+from daskserve.core.kv import blocks_for
+from daskserve.workers.forward import ModelShape
+
+SCRATCH_PAGE = 0
+"""Padding rows and unused page-table entries point here; nobody owns it."""
+
+
+class AccountingError(RuntimeError):
+    """A page was freed twice or by a stranger: a bug here, never the user's fault."""
+
+
+def kv_layout(model: str, shape: ModelShape, dtype: torch.dtype, block_size: int) -> str:
+    """Fingerprint of all that two pools must share before pages may move between them."""
+    facts = (model, str(dtype), block_size, shape.num_layers, shape.num_kv_heads, shape.head_dim)
+    return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
+
+
+def page_bytes(shape: ModelShape, dtype: torch.dtype, block_size: int) -> int:
+    """Bytes of one page over all layers, keys and values."""
+    elements = shape.num_layers * 2 * shape.num_kv_heads * block_size * shape.head_dim
+    return elements * dtype.itemsize
+
+
+class KVPool:
+    """Pages of KV with exactly one owner each.
+
+    Only the engine's thread allocates and frees; the counters may be read from any thread.
+
+    Parameters
+    ----------
+    shape, dtype
+        Sizes of the model's KV.
+    num_blocks
+        Pages to hand out; page 0 (scratch) comes on top.
+    block_size
+        Tokens per page.
+    """
+
+    def __init__(
+        self, shape: ModelShape, dtype: torch.dtype, num_blocks: int, block_size: int
+    ) -> None:
+        size = (num_blocks + 1, shape.num_layers, 2, shape.num_kv_heads, block_size, shape.head_dim)
+        self.pages = torch.zeros(size, dtype=dtype)
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.num_free = num_blocks
+        self._bytes = self.pages.view(torch.uint8).view(num_blocks + 1, -1).numpy()
+        # One byte per page, 1 = free: bytearray.find then finds runs of free pages at C speed.
+        self._free_map = bytearray(b"\x00" + b"\x01" * num_blocks)
+        self._pages_of: dict[Hashable, list[int]] = {}
+
+    @property
+    def num_used(self) -> int:
+        return self.num_blocks - self.num_free
+
+    @property
+    def words(self) -> np.ndarray:
+        """The pages as uint64 ``[num_blocks + 1, words_per_page]``, for digests."""
+        return self._bytes.view(np.uint64)
+
+    def blocks_for(self, num_tokens: int) -> int:
+        return blocks_for(num_tokens, self.block_size)
+
+    def pages_of(self, owner: Hashable) -> list[int]:
+        """Page ids of an owner in token order; raises `AccountingError` for a stranger."""
+        try:
+            return self._pages_of[owner]
+        except KeyError:
+            raise AccountingError(f"{owner!r} owns no pages") from None
+
+    def allocate(self, owner: Hashable, num_pages: int) -> list[int] | None:
+        """Give ``num_pages`` pages to a new owner, consecutive if a run is free; None if full."""
+        if owner in self._pages_of:
+            raise AccountingError(f"{owner!r} already owns pages")
+        if num_pages > self.num_free:
+            return None
+        pages: list[int] = []
+        run = num_pages
+        while len(pages) < num_pages:
+            run = min(run, num_pages - len(pages))
+            start = self._free_map.find(b"\x01" * run)
+            if start < 0:
+                run = max(run // 2, 1)
+                continue
+            pages.extend(range(start, start + run))
+            self._free_map[start : start + run] = bytes(run)
+        self.num_free -= num_pages
+        self._pages_of[owner] = pages
+        return pages
+
+    def extend(self, owner: Hashable) -> int | None:
+        """Give one more page to an owner: the next one in memory if free; None if full."""
+        pages = self.pages_of(owner)
+        if self.num_free == 0:
+            return None
+        page = pages[-1] + 1 if pages else 1
+        if page > self.num_blocks or not self._free_map[page]:
+            # The far end: whole prompts are allocated from the near end and want long runs.
+            page = self._free_map.rfind(b"\x01")
+        self._free_map[page] = 0
+        self.num_free -= 1
+        pages.append(page)
+        return page
+
+    def free(self, owner: Hashable) -> None:
+        """Take back all pages of an owner."""
+        pages = self.pages_of(owner)
+        for page in pages:
+            if self._free_map[page]:
+                raise AccountingError(f"page {page} of {owner!r} is already free")
+            self._free_map[page] = 1
+        self.num_free += len(pages)
+        del self._pages_of[owner]
+
+    def page_views(self, page_ids: Sequence[int]) -> list[memoryview]:
+        """Writable raw bytes of the pages in the given order; consecutive pages come merged."""
+        views = []
+        start = 0
+        for end in range(1, len(page_ids) + 1):
+            if end < len(page_ids) and page_ids[end] == page_ids[end - 1] + 1:
+                continue
+            first = page_ids[start]
+            if not (0 < first and page_ids[end - 1] <= self.num_blocks):
+                raise AccountingError(f"pages {page_ids[start:end]} are outside the pool")
+            views.append(memoryview(self._bytes[first : page_ids[end - 1] + 1].reshape(-1)))
+            start = end
+        return views

@@ -91,5 +91,9 @@ class ConfigError(DaskserveError):
     """A setting or command-line option is wrong."""
 
 
+class WorkloadError(DaskserveError):
+    """A trace or workload is empty, unsorted or otherwise unusable for planning."""
+
+
 class BatchError(DaskserveError):
     """The batch job as a whole cannot start or go on."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from daskserve.core.instance import EngineConfig, InstanceLoad, Role
-from daskserve.core.request import Completion, FinishReason, Prefilled, Timeline, TokenDelta
+from daskserve.core.request import Completion, FinishReason, Prefilled, TokenDelta
 from daskserve.errors import DaskserveError, EngineStepFailed, RequestCancelled
 from daskserve.text.detokenizer import Detokenizer
 from daskserve.text.tokenizer import Tokenizer
@@ -23,6 +23,7 @@ from daskserve.workers.forward import Runner
 from daskserve.workers.holding import BurstBuffer
 from daskserve.workers.kv_digest import kv_digest
 from daskserve.workers.kv_pool import KVPool
+from daskserve.workers.outcome import completion, prefilled
 from daskserve.workers.prefill import PrefillScheduler
 from daskserve.workers.sampler import INVALID, sample
 from daskserve.workers.sequence import Sequence, State
@@ -254,7 +255,7 @@ class Engine:
         self.scheduler.hand_over(sequence)
         del self._sequences[request_id]
         self._num_finished += 1
-        self.events.append((sequence, self._prefilled(sequence, handle=handle)))
+        self.events.append((sequence, prefilled(sequence, handle)))
 
     def _accept(self, sequence: Sequence, token_id: int, now: float) -> bool:
         """Take the next token; True when the sequence goes on after it."""
@@ -291,52 +292,15 @@ class Engine:
         return None
 
     def _finish(self, sequence: Sequence, reason: FinishReason, now: float) -> None:
-        completion = self._completion(sequence, reason, now)
-        if self.role is Role.PREFILL:
-            self._end(sequence, self._prefilled(sequence, completion=completion))
-        else:
-            self._end(sequence, completion)
-        self._num_finished += 1
-
-    def _completion(self, sequence: Sequence, reason: FinishReason, now: float) -> Completion:
         detokenizer = sequence.detokenizer
-        output_ids = tuple(sequence.output_ids)
-        return Completion(
-            request_id=sequence.request.request_id,
-            text=detokenizer.text if detokenizer else self.tokenizer.decode(output_ids),
-            token_ids=output_ids,
-            finish_reason=reason,
-            num_prompt_tokens=sequence.request.num_prompt_tokens,
-            timeline=_timeline(sequence, now),
-        )
-
-    def _prefilled(self, sequence: Sequence, **result: Any) -> Prefilled:
-        return Prefilled(
-            request_id=sequence.request.request_id,
-            first_token_id=sequence.output_ids[0],
-            first_token_at=sequence.first_token_at,
-            prefill_queue_s=sequence.prefill_queue_s,
-            prefill_s=sequence.prefill_s,
-            handle=result.get("handle"),
-            completion=result.get("completion"),
-        )
+        text = detokenizer.text if detokenizer else self.tokenizer.decode(sequence.output_ids)
+        answer = completion(sequence, reason, text, now)
+        is_prefill = self.role is Role.PREFILL
+        self._end(sequence, prefilled(sequence, answer=answer) if is_prefill else answer)
+        self._num_finished += 1
 
     def _end(self, sequence: Sequence, outcome: Completion | Prefilled | DaskserveError) -> None:
         self.scheduler.remove(sequence)
         sequence.state = State.DONE
         del self._sequences[sequence.request.request_id]
         self.events.append((sequence, outcome))
-
-
-def _timeline(sequence: Sequence, now: float) -> Timeline:
-    started_at = sequence.decode_started_at
-    first_token_at = sequence.first_token_at
-    queue_s = started_at - first_token_at - sequence.kv_transfer_s if started_at else 0.0
-    return Timeline(
-        prefill_queue_s=sequence.prefill_queue_s,
-        prefill_s=sequence.prefill_s,
-        kv_transfer_s=sequence.kv_transfer_s,
-        decode_queue_s=max(queue_s, 0.0),
-        decode_s=now - started_at if started_at else 0.0,
-        num_recomputes=sequence.num_recomputes,
-    )

@@ -8,11 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import queue
-import threading
 import time
-from collections.abc import Awaitable, Callable
-from concurrent.futures import Future
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -20,28 +17,17 @@ from typing import Any
 from daskserve.core.instance import EngineConfig, InstanceInfo, InstanceLoad, Role
 from daskserve.core.kv import KVHandle
 from daskserve.core.request import Completion, Prefilled, Request, TokenDelta
-from daskserve.errors import (
-    DaskserveError,
-    EngineStepFailed,
-    InstanceLost,
-    KVUnavailable,
-)
+from daskserve.errors import DaskserveError, InstanceLost
 from daskserve.workers.engine import Engine, Event, Reserved
-from daskserve.workers.kv_digest import kv_digest
+from daskserve.workers.engine_thread import EngineThread
 from daskserve.workers.loading import LoadModel, build_engine, load_model
+from daskserve.workers.pulling import Pull, pull_verified
 from daskserve.workers.sequence import Sequence
 
 logger = logging.getLogger(__name__)
 
-Pull = Callable[[KVHandle, list[memoryview]], Awaitable[None]]
-"""Fills the destination pages, or raises ``KVUnavailable``. Once it has returned, raised or been
-cancelled, nothing may write to the views any more: the pages may belong to someone else."""
-
 OnToken = Callable[[TokenDelta], None]
 """Called on the event loop for every new token."""
-
-_CLOSE_TIMEOUT_S = 30.0
-_INLINE_DIGEST_BYTES = 2**20  # below this a digest is quicker than a hop to another thread
 
 
 @dataclass(slots=True, eq=False)
@@ -69,21 +55,18 @@ class Instance:
         self.role = role
         self.config = config
         self._load_model = load
-        self._inbox: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
+        name = f"{role.value.lower()} engine"
+        self._thread = EngineThread(name, self._on_events, self._on_death)
         self._engine: Engine | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread: threading.Thread | None = None
-        self._lost: InstanceLost | None = None
+        self._lost = ""  # why the instance takes no more requests
         self._waiters: set[_Waiter] = set()
 
     def start(self) -> None:
         """Load the model on the engine's thread; blocks until it is ready (ModelError)."""
-        ready: Future[Engine] = Future()
-        self._thread = threading.Thread(
-            target=self._main, args=(ready,), name=f"engine-{self.role.value.lower()}", daemon=True
+        self._engine = self._thread.start(
+            lambda: build_engine(self.role, self.config, self._load_model)
         )
-        self._thread.start()
-        self._engine = ready.result()
 
     @property
     def engine(self) -> Engine:
@@ -162,7 +145,7 @@ class Instance:
 
     def abort(self, request_id: str) -> None:
         """Cancel a request in any state; its caller gets ``RequestCancelled``. Any thread."""
-        self._inbox.put(partial(self.engine.abort, request_id))
+        self._thread.post(partial(self.engine.abort, request_id))
 
     def export(self, handle: KVHandle) -> list[memoryview]:
         """Bytes of the held KV, pinned for ``kv_pull_timeout_s`` or until released. Any thread.
@@ -178,18 +161,17 @@ class Instance:
 
     def release(self, request_id: str, secret: bytes) -> None:
         """Give held KV back; does nothing if it is gone or the secret is wrong. Any thread."""
-        self._inbox.put(partial(self.engine.release, request_id, secret))
+        self._thread.post(partial(self.engine.release, request_id, secret))
 
     async def close(self, drain_s: float = 0.0) -> None:
         """Stop; requests that are not done after ``drain_s`` seconds get ``InstanceLost``."""
-        if self._thread is None:
+        if self._engine is None:
             return
-        self._lost = self._lost or InstanceLost(f"the {self.role.value} instance is closing")
+        self._lost = self._lost or f"the {self.role.value} instance is closing"
         deadline = time.monotonic() + drain_s
         while self.engine.num_sequences and time.monotonic() < deadline:
             await asyncio.sleep(0.01)
-        self._inbox.put(None)
-        await asyncio.to_thread(self._thread.join, _CLOSE_TIMEOUT_S)
+        await asyncio.to_thread(self._thread.stop)
 
     def _require(self, role: Role) -> None:
         if self.role is not role:
@@ -198,77 +180,29 @@ class Instance:
     async def _run(
         self, sequence: Sequence, on_token: OnToken | None, pull: Pull | None = None
     ) -> Any:
-        if self._lost is not None:
-            raise self._lost
+        if self._lost:
+            raise InstanceLost(self._lost)
         self._loop = asyncio.get_running_loop()
         waiter = sequence.waiter = _Waiter(self._loop.create_future(), on_token, pull)
         self._waiters.add(waiter)
-        self._inbox.put(partial(self.engine.add, sequence))
+        self._thread.post(partial(self.engine.add, sequence))
         try:
             return await waiter.result
         except asyncio.CancelledError:
-            self._inbox.put(partial(self.engine.abort_sequence, sequence))
+            self._thread.post(partial(self.engine.abort_sequence, sequence))
             raise
         finally:
             self._waiters.discard(waiter)
 
-    # The engine's thread.
+    # Called on the engine's thread.
 
-    def _main(self, ready: Future[Engine]) -> None:
-        try:
-            engine = build_engine(self.role, self.config, self._load_model)
-        except BaseException as error:
-            ready.set_exception(error)
-            return
-        ready.set_result(engine)
-        reason = "closed"
-        try:
-            self._serve(engine)
-        except BaseException:
-            logger.exception("the %s engine died", self.role.value)
-            reason = "lost to an error"
-        self._lost = InstanceLost(f"the {self.role.value} instance was {reason}")
-        self._deliver(engine)
-        self._call_loop(self._fail_waiting, self._lost)
+    def _on_events(self, events: list[Event]) -> None:
+        self._call_loop(self._dispatch, events)
 
-    def _serve(self, engine: Engine) -> None:
-        is_busy = False
-        while True:
-            for command in self._commands(engine, is_busy):
-                if command is None:
-                    return
-                self._guarded(engine, command)
-            is_busy = bool(self._guarded(engine, engine.step))
-            self._deliver(engine)
-
-    def _commands(self, engine: Engine, is_busy: bool) -> list[Callable[[], object] | None]:
-        """All that has come in; waits for the first one, or the next expiry, when idle."""
-        commands: list[Callable[[], object] | None] = []
-        expires_at = engine.holding.next_expiry_at()
-        wait_s = None if expires_at is None else max(expires_at - engine.clock(), 0.0)
-        try:
-            if not is_busy:
-                commands.append(self._inbox.get(timeout=wait_s))
-            while True:
-                commands.append(self._inbox.get_nowait())
-        except queue.Empty:
-            return commands
-
-    def _guarded(self, engine: Engine, action: Callable[[], object]) -> object:
-        """A bug in the bookkeeping fails what is under way, not the instance."""
-        try:
-            return action()
-        except Exception as error:
-            logger.exception("the %s engine failed between steps", self.role.value)
-            engine.abort_all(
-                EngineStepFailed(f"the engine failed: {type(error).__name__}: {error}")
-            )
-            return False
-
-    def _deliver(self, engine: Engine) -> None:
-        if engine.events:
-            events, engine.events = engine.events, []
-            self._call_loop(self._dispatch, events)
+    def _on_death(self, cause: BaseException | None) -> None:
+        how = "closed" if cause is None else f"lost: {type(cause).__name__}: {cause}"
+        self._lost = f"the {self.role.value} instance was {how}"
+        self._call_loop(self._fail_waiting)
 
     def _call_loop(self, function: Callable[..., None], *args: Any) -> None:
         if self._loop is None:
@@ -278,7 +212,7 @@ class Instance:
         except RuntimeError:
             logger.warning("the event loop is closed: %s dropped", function.__name__)
 
-    # The event loop.
+    # Called on the event loop.
 
     def _dispatch(self, events: list[Event]) -> None:
         for sequence, payload in events:
@@ -308,14 +242,22 @@ class Instance:
         else:
             waiter.result.set_result(payload)
 
-    def _fail_waiting(self, error: InstanceLost) -> None:
+    def _fail_waiting(self) -> None:
         for waiter in list(self._waiters):
-            self._settle(waiter, error)
+            self._settle(waiter, InstanceLost(self._lost))
 
     def _start_pull(self, sequence: Sequence, reserved: Reserved) -> None:
         waiter: _Waiter = sequence.waiter
         started_at = time.monotonic()
-        waiter.pull_task = asyncio.create_task(self._pull(sequence.handle, waiter.pull, reserved))
+        waiter.pull_task = asyncio.create_task(
+            pull_verified(
+                self.engine.pool,
+                reserved.pages,
+                sequence.handle,
+                waiter.pull,
+                self.config.kv_pull_timeout_s,
+            )
+        )
 
         def ended(task: asyncio.Task[None]) -> None:
             error = None if task.cancelled() else task.exception()
@@ -324,16 +266,8 @@ class Instance:
                 logger.warning("pulling the KV of %s failed, computing it: %r", request_id, error)
             succeeded = error is None and not task.cancelled()
             transfer_s = time.monotonic() - started_at
-            self._inbox.put(partial(self.engine.pull_ended, reserved.owner, succeeded, transfer_s))
+            self._thread.post(
+                partial(self.engine.pull_ended, reserved.owner, succeeded, transfer_s)
+            )
 
         waiter.pull_task.add_done_callback(ended)
-
-    async def _pull(self, handle: KVHandle, pull: Pull, reserved: Reserved) -> None:
-        views = self.engine.pool.page_views(reserved.pages)
-        async with asyncio.timeout(self.config.kv_pull_timeout_s):
-            await pull(handle, views)
-        check = partial(kv_digest, self.engine.pool.words, reserved.pages)
-        is_small = sum(view.nbytes for view in views) < _INLINE_DIGEST_BYTES
-        digest = check() if is_small else await asyncio.to_thread(check)
-        if digest != handle.digest:
-            raise KVUnavailable(f"the pulled KV of {handle.request_id} is not what was computed")

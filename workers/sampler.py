@@ -16,7 +16,8 @@ from daskserve.core.params import SamplingParams
 INVALID = -1
 """Chosen for a row whose logits are not finite: its request fails, its neighbours go on."""
 
-_FIRST_CANDIDATES = 256
+_SPAN = 256
+_FLOORS = (1e-3, 1e-5, 0.0)
 _COLDEST = 1e-5  # a smaller temperature would overflow float32, and is greedy long before
 _MASK = 2**64 - 1
 
@@ -58,44 +59,47 @@ def sample(
 
 
 def _draw(logits: np.ndarray, params: SamplingParams, u: float) -> int:
-    if params.top_k == 0 and params.top_p == 1.0:
-        return _pick(_weights(logits, params.temperature), u)
-    order, weights, total = _candidates(logits, params)
+    # The best token has weight 1, so that nothing overflows.
+    weights = np.exp((logits - logits.max()) / np.float32(max(params.temperature, _COLDEST)))
+    least = np.float32(0.0)
+    if 0 < params.top_k < len(weights):
+        least = np.partition(weights, -params.top_k)[-params.top_k]
     if params.top_p < 1.0:
-        cumulative = np.cumsum(weights, dtype=np.float64)
-        kept = int(np.searchsorted(cumulative, params.top_p * total)) + 1
-        weights = weights[:kept]
-    return int(order[_pick(weights, u)])
+        least = max(least, _least_of_nucleus(weights[weights >= least], params.top_p))
+    if least > 0.0:
+        # Tokens as likely as the last one kept are kept too, so that no order of equals matters.
+        weights[weights < least] = 0.0
+    return _pick_of_all(weights, u)
 
 
-def _weights(logits: np.ndarray, temperature: float) -> np.ndarray:
-    """Unnormalised probabilities; the best token has 1."""
-    return np.exp((logits - logits.max()) / np.float32(max(temperature, _COLDEST)))
+def _least_of_nucleus(weights: np.ndarray, top_p: float) -> np.float32:
+    """Smallest weight in the smallest set that holds ``top_p`` of all weight.
 
-
-def _pick(weights: np.ndarray, u: float) -> int:
-    cumulative = np.cumsum(weights, dtype=np.float64)
-    index = int(np.searchsorted(cumulative, u * cumulative[-1], side="right"))
-    return min(index, len(weights) - 1)
-
-
-def _candidates(logits: np.ndarray, params: SamplingParams) -> tuple[np.ndarray, np.ndarray, float]:
-    """Likeliest tokens in falling order, their weights, and the weight that top_p refers to.
-
-    Sorting a whole vocabulary costs milliseconds, so the head is taken first and widened until
-    it holds enough probability. Equal logits are ordered by token id.
+    Sorting a whole vocabulary costs milliseconds, so only tokens above a floor are sorted; it
+    is lowered until they hold enough.
     """
-    weights = _weights(logits, params.temperature)
-    vocab = len(logits)
-    count = min(params.top_k or _FIRST_CANDIDATES, vocab)
-    total = None if params.top_k else float(weights.sum(dtype=np.float64))
-    while True:
-        head = np.argpartition(-weights, count - 1)[:count] if count < vocab else np.arange(vocab)
-        head = head[np.lexsort((head, -weights[head]))]
-        kept = weights[head]
-        mass = float(kept.sum(dtype=np.float64))
-        if total is None:
-            return head, kept, mass
-        if count == vocab or mass >= params.top_p * total:
-            return head, kept, total
-        count = min(count * 8, vocab)
+    mass = top_p * weights.sum(dtype=np.float64)
+    for floor in _FLOORS:
+        head = weights[weights >= floor]
+        if floor == 0.0 or head.sum(dtype=np.float64) >= mass:
+            break
+    falling = np.sort(head)[::-1]
+    cumulative = np.cumsum(falling, dtype=np.float64)
+    return falling[min(int(np.searchsorted(cumulative, mass)), len(falling) - 1)]
+
+
+def _pick(cumulative: np.ndarray, u: float) -> int:
+    """Index at share ``u`` of the weight; never one whose own weight is 0."""
+    last = int(np.searchsorted(cumulative, cumulative[-1]))
+    return min(int(np.searchsorted(cumulative, u * cumulative[-1], side="right")), last)
+
+
+def _pick_of_all(weights: np.ndarray, u: float) -> int:
+    """As `_pick` over all tokens in order of id, in two levels because sums are slow."""
+    starts = np.arange(0, len(weights), _SPAN)
+    spans = np.cumsum(np.add.reduceat(weights, starts), dtype=np.float64)
+    span = _pick(spans, u)
+    before = spans[span - 1] if span else 0.0
+    inside = np.cumsum(weights[starts[span] : starts[span] + _SPAN], dtype=np.float64)
+    share = (u * spans[-1] - before) / (spans[span] - before)
+    return int(starts[span]) + _pick(inside, share)

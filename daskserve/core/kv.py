@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 def blocks_for(num_tokens: int, block_size: int) -> int:
@@ -32,7 +32,7 @@ class KVHandle:
 
     request_id: str
     instance_address: str
-    secret: bytes
+    secret: bytes = field(repr=False)
     num_tokens: int
     kv_layout: str
     digest: int

@@ -10,12 +10,13 @@ import stat
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import orjson
 
+from daskserve.batch.manifest import Manifest
 from daskserve.errors import BatchError
 
 PRIVATE_FILE = 0o600
@@ -52,47 +53,6 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-@dataclass(frozen=True, slots=True)
-class Manifest:
-    """What a job is: two runs with equal manifests write the same rows.
-
-    Parameters
-    ----------
-    input_sha256, num_rows
-        Of the input file, or of the rows of a table in their order.
-    model, dtype
-        What answers the rows.
-    parameters
-        The job's default sampling parameters.
-    output_format
-        ``jsonl``, ``ordered jsonl`` or ``parquet``.
-    """
-
-    input_sha256: str
-    num_rows: int
-    model: str
-    dtype: str
-    parameters: dict[str, Any]
-    output_format: str
-
-    def differences(self, other: dict[str, Any]) -> list[str]:
-        """``name: then -> now`` for all that differs from a stored manifest."""
-        mine = _flat(asdict(self))
-        theirs = _flat(other)
-        names = sorted(mine.keys() | theirs.keys())
-        return [
-            f"{name}: {theirs.get(name)!r} -> {mine.get(name)!r}"
-            for name in names
-            if mine.get(name) != theirs.get(name)
-        ]
-
-
-def _flat(record: dict[str, Any]) -> dict[str, Any]:
-    flat = orjson.loads(orjson.dumps(record))  # tuples as they come back from the file
-    parameters = flat.pop("parameters", {})
-    return {**flat, **parameters}
 
 
 class JobFolder:

@@ -170,14 +170,14 @@ class BatchSummary:
     def _stages(self) -> str:
         total_s = sum(self.stages_s.values()) or 1.0
         parts = (
-            f"{stage.removesuffix('_s').replace('_', ' ')} {_seconds(mean_s)} "
+            f"{stage.removesuffix('_s').replace('_', ' ')} {seconds_text(mean_s)} "
             f"({mean_s / total_s:.0%})"
             for stage, mean_s in self.stages_s.items()
         )
         return f"mean time of a row: {', '.join(parts)}"
 
     def _attained(self) -> str:
-        limits = f"TTFT {_seconds(self.slo_ttft_s)}, TPOT {_seconds(self.slo_tpot_s)}"
+        limits = f"TTFT {seconds_text(self.slo_ttft_s)}, TPOT {seconds_text(self.slo_tpot_s)}"
         if self.attainment is None:
             return f"SLO ({limits}): no answered row"
         return (
@@ -187,10 +187,11 @@ class BatchSummary:
 
 
 def _shown(percentiles: dict[str, float | None]) -> str:
-    return "  ".join(f"{name} {_seconds(value)}" for name, value in percentiles.items())
+    return "  ".join(f"{name} {seconds_text(value)}" for name, value in percentiles.items())
 
 
-def _seconds(value_s: float | None) -> str:
+def seconds_text(value_s: float | None) -> str:
+    """A duration for people."""
     if value_s is None:
         return "-"
     return f"{value_s * 1000:.1f} ms" if value_s < 1 else f"{value_s:.2f} s"

@@ -1,4 +1,4 @@
-"""Laws of the journal: whatever a crash leaves behind, the rows written after a resume are the same."""
+"""Laws of the journal: whatever a crash leaves behind, a resume ends in the same lines."""
 
 from __future__ import annotations
 

@@ -2,17 +2,19 @@ from __future__ import annotations
 
 import os
 import resource
+from dataclasses import replace
 
 import orjson
 import pyarrow.parquet
 import pytest
 
-from daskserve.batch.folder import JobFolder, Manifest
+from daskserve.batch.folder import JobFolder
+from daskserve.batch.manifest import Manifest
 from daskserve.batch.outcome import Outcome
 from daskserve.batch.writer import FORMATS, ResultWriter, format_of
 from daskserve.errors import BatchError
 
-MANIFEST = Manifest("abc", 3, "tiny", "float32", {"max_tokens": 4, "stop": ("a",)}, "jsonl")
+MANIFEST = Manifest("ab", 3, "tiny", "cd", "float32", {"max_tokens": 4, "stop": ("a",)}, "jsonl")
 
 
 def line_of(row):
@@ -94,7 +96,7 @@ def test_everything_is_private_whatever_the_umask(tmp_path):
 def test_changed_manifest_is_refused_and_restart_overrides(tmp_path):
     write(tmp_path / "out.jsonl", "jsonl", [0])
     folder = JobFolder(tmp_path / "out.jsonl")
-    changed = Manifest("abc", 3, "tiny", "float32", {"max_tokens": 9, "stop": ["a"]}, "jsonl")
+    changed = replace(MANIFEST, parameters={"max_tokens": 9, "stop": ["a"]})
     with pytest.raises(BatchError, match=r"another job \(max_tokens: 4 -> 9\); give the same"):
         folder.settle(changed)
     assert folder.settle(MANIFEST)

@@ -1,0 +1,73 @@
+"""What makes two runs the same job: input, model, parameters and output format."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+_SAMPLES = 16
+_SAMPLE_BYTES = 2**16
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """What a job is: two runs with equal manifests write the same rows.
+
+    Parameters
+    ----------
+    input_sha256, num_rows
+        Of the input file, or of the rows of a table in their order.
+    model, model_sha256, dtype
+        What answers the rows; see `fingerprint`.
+    parameters
+        The job's default sampling parameters.
+    output_format
+        ``jsonl``, ``ordered jsonl`` or ``parquet``.
+    """
+
+    input_sha256: str
+    num_rows: int
+    model: str
+    model_sha256: str
+    dtype: str
+    parameters: dict[str, Any]
+    output_format: str
+
+    def differences(self, other: dict[str, Any]) -> list[str]:
+        """``name: then -> now`` for all that differs from a stored manifest."""
+        mine = _flat(asdict(self))
+        theirs = _flat(other)
+        names = sorted(mine.keys() | theirs.keys())
+        return [
+            f"{name}: {theirs.get(name)!r} -> {mine.get(name)!r}"
+            for name in names
+            if mine.get(name) != theirs.get(name)
+        ]
+
+
+def _flat(record: dict[str, Any]) -> dict[str, Any]:
+    flat = orjson.loads(orjson.dumps(record))  # tuples as they come back from the file
+    parameters = flat.pop("parameters", {})
+    return {**flat, **parameters}
+
+
+def fingerprint(model_dir: Path) -> str:
+    """Hash of a model: its JSON files whole, its weights by size and evenly spread samples.
+
+    Quick, and it tells one training run's weights from another's.
+    """
+    digest = hashlib.sha256()
+    for path in sorted(model_dir.glob("*.json")):
+        digest.update(path.name.encode() + path.read_bytes())
+    for path in sorted(model_dir.glob("*.safetensors")):
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}".encode())
+        with path.open("rb") as file:
+            for index in range(_SAMPLES):
+                file.seek(index * size // _SAMPLES)
+                digest.update(file.read(_SAMPLE_BYTES))
+    return digest.hexdigest()

@@ -1,0 +1,216 @@
+"""A batch job from the first row to the last: submit, await, write, with bounded rows in flight."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from daskserve.batch.folder import JobFolder
+from daskserve.batch.lines import Row, prompt_of
+from daskserve.batch.manifest import Manifest, fingerprint
+from daskserve.batch.outcome import Outcome
+from daskserve.batch.progress import ProgressView
+from daskserve.batch.results import error_line, success_line
+from daskserve.batch.scan import scan
+from daskserve.batch.sources import open_source
+from daskserve.batch.summary import BatchSummary, Tally
+from daskserve.batch.window import Finished, Window, window_size
+from daskserve.batch.writer import ResultWriter, format_of
+from daskserve.config import settings
+from daskserve.core.instance import EngineConfig
+from daskserve.core.params import SamplingParams
+from daskserve.core.request import Completion
+from daskserve.core.slo import SLO
+from daskserve.errors import BatchError, InstanceLost, RequestError
+from daskserve.models import resolve
+
+if TYPE_CHECKING:
+    from daskserve.service import Service
+
+
+def run_batch(
+    service: Service,
+    source: Any,
+    output: str | Path,
+    *,
+    params: SamplingParams | None = None,
+    slo: SLO | None = None,
+    max_in_flight: int | None = None,
+    ordered: bool = False,
+    restart: bool = False,
+    show_progress: bool = True,
+) -> BatchSummary:
+    """Answer every row of ``source``; one line per row in ``output``, whatever happens.
+
+    Run it again with the same arguments and it goes on where it stopped: the folder
+    ``<output>.job`` remembers. Bad rows become error lines.
+
+    Parameters
+    ----------
+    service
+        Where the model runs.
+    source
+        A JSONL or parquet path, a Dask bag or data frame, or an iterable of prompts; see
+        `daskserve.batch.sources.open_source`.
+    output
+        ``.jsonl``, or ``.parquet`` for a table.
+    params
+        Sampling parameters of rows that do not give their own.
+    slo
+        Limits to judge the rows by in the summary.
+    max_in_flight
+        Rows submitted and not yet written; None takes two per decode slot.
+    ordered
+        Write the rows in the order of the input: the output appears when the job is complete.
+    restart
+        Forget what an earlier run wrote.
+    show_progress
+        On standard error.
+
+    Raises
+    ------
+    BatchError
+        The job cannot start or go on; what was written stays and the job can be resumed.
+    """
+    with BatchJob(
+        source, output, service.config, params=params, slo=slo, ordered=ordered, restart=restart
+    ) as job:
+        return job.complete or job.run(service, max_in_flight, show_progress)
+
+
+class BatchJob:
+    """A job whose input and output are checked; needs a service only to `run`.
+
+    Parameters are those of `run_batch`; ``config`` names the model. ``complete`` is the summary
+    of a job that an earlier run brought to its end, else None.
+    """
+
+    def __init__(
+        self,
+        source: Any,
+        output: str | Path,
+        config: EngineConfig,
+        *,
+        params: SamplingParams | None = None,
+        slo: SLO | None = None,
+        ordered: bool = False,
+        restart: bool = False,
+    ) -> None:
+        self._limits = settings().batch
+        self._model, self._params = config.model, params or SamplingParams()
+        self._format = format_of(Path(output), ordered)
+        self._tally = Tally(slo)
+        # Rows given up with their instances, until a success shows that others live.
+        self._lost: list[Finished] = []
+        self._folder = JobFolder(Path(output), restart)
+        try:
+            self._file = open_source(source, self._folder.path, self._limits.max_line_bytes)
+            self._found = scan(self._file)
+            manifest = Manifest(
+                input_sha256=self._found.sha256,
+                num_rows=self._found.num_rows,
+                model=config.model,
+                model_sha256=fingerprint(resolve(config.model)),
+                dtype=config.dtype,
+                parameters=asdict(self._params),
+                output_format=self._format,
+            )
+            self._folder.settle(manifest)
+            record = self._folder.read_summary()
+            self.complete = BatchSummary.from_record(record) if record else None
+        except BaseException:
+            self._folder.close()
+            raise
+
+    def __enter__(self) -> BatchJob:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._folder.close()
+
+    def run(
+        self, service: Service, max_in_flight: int | None = None, show_progress: bool = True
+    ) -> BatchSummary:
+        """Answer the rows that are not written yet."""
+        size = window_size(service, max_in_flight or self._limits.max_in_flight)
+        num_rows, limits = self._found.num_rows, self._limits
+        self._writer = ResultWriter(
+            self._folder, self._format, num_rows, limits.sync_interval_s, self._tally.add_earlier
+        )
+        self._window = Window(service, size, limits.max_attempts, limits.stall_timeout_s)
+        view = ProgressView(self._tally, num_rows, limits.progress_interval_s)
+        started_at = time.monotonic()
+        try:
+            with view if show_progress else contextlib.nullcontext():
+                self._answer(service, view if show_progress else None)
+            self._writer.finish()
+        finally:
+            self._window.close()
+            self._writer.close()
+        summary = self._tally.summary(
+            time.monotonic() - started_at, self._window.num_retries, self._writer.num_duplicates
+        )
+        self._folder.write_summary(summary.to_record())
+        return summary
+
+    def _answer(self, service: Service, view: ProgressView | None) -> None:
+        rows = self._file.rows(self._found.form)
+        todo = (row for row in rows if row.number not in self._writer)
+        while self._fill(service, todo) or self._window:
+            for finished in self._window.wait():
+                self._settle(finished)
+            if view is not None:
+                view.update()
+        self._write_lost()
+
+    def _fill(self, service: Service, todo: Iterator[Row]) -> bool:
+        """Submit rows until the window is full; False when there are no more."""
+        batch, num_taken = [], 0
+        for row in islice(todo, self._window.room):
+            num_taken += 1
+            try:
+                prompt, params = prompt_of(row, self._params, self._model)
+                batch.append((row, service.validate(prompt, params)))
+            except RequestError as error:
+                self._write_error(row, error)
+        if batch:
+            self._window.submit(batch)
+        return num_taken > 0
+
+    def _settle(self, finished: Finished) -> None:
+        if finished.is_lost:
+            self._lost.append(finished)
+            if len(self._lost) > self._limits.max_lost_rows:
+                raise BatchError(
+                    f"{len(self._lost)} rows were given up with their instances and none finished "
+                    f"in between, last: {finished.result}; see to the workers and run the same "
+                    "command again to go on"
+                )
+        elif isinstance(finished.result, Completion):
+            self._write_lost()  # the cluster lives, so those rows were at fault
+            outcome = Outcome.of(finished.row.number, finished.result)
+            self._write(outcome, success_line(finished.row, finished.result, self._model))
+        else:
+            self._write_error(finished.row, finished.result)
+
+    def _write_lost(self) -> None:
+        for finished in self._lost:
+            self._write_error(finished.row, InstanceLost(str(finished.result)))
+        self._lost.clear()
+
+    def _write_error(self, row: Row, error: Exception) -> None:
+        code = "instance_lost" if isinstance(error, InstanceLost) else "internal_error"
+        if isinstance(error, RequestError):
+            code = error.code
+        message = str(error) or type(error).__name__
+        outcome = Outcome.failure(row.number, row.custom_id, code, message)
+        self._write(outcome, error_line(row, code, message))
+
+    def _write(self, outcome: Outcome, line: bytes) -> None:
+        if self._writer.commit(outcome, line):
+            self._tally.add(outcome)

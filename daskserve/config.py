@@ -36,14 +36,31 @@ class BatchSettings(_Section):
     max_line_bytes: int = Field(ge=1024)
     max_attempts: int = Field(ge=1)
     max_lost_rows: int = Field(ge=1)
+    stall_timeout_s: float = Field(gt=0, allow_inf_nan=False)
     sync_interval_s: float = Field(ge=0, allow_inf_nan=False)
     progress_interval_s: float = Field(gt=0, allow_inf_nan=False)
+
+
+class ServiceSettings(_Section):
+    """``daskserve.service``: how instances are fed, waited for and given up."""
+
+    prefill_slots: int = Field(ge=1)
+    max_attempts: int = Field(ge=1)
+    probation_s: float = Field(ge=0, allow_inf_nan=False)
+    start_timeout_s: float = Field(gt=0, allow_inf_nan=False)
+    no_instance_timeout_s: float = Field(gt=0, allow_inf_nan=False)
+    pull_connect_timeout_s: float = Field(gt=0, allow_inf_nan=False)
+    pull_stall_timeout_s: float = Field(gt=0, allow_inf_nan=False)
+    lease_renewal_s: float = Field(gt=0, allow_inf_nan=False)
+    check_dispatch: bool
+    dashboard_address: str | None
 
 
 class Settings(_Section):
     """Everything under ``daskserve:``; each room takes the narrowest section."""
 
     batch: BatchSettings
+    service: ServiceSettings
 
 
 def settings() -> Settings:

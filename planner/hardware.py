@@ -19,7 +19,7 @@ class GPU:
     Parameters
     ----------
     memory_bytes
-        Memory of one GPU.
+        Memory that the driver reports.
     flops
         Dense FLOP/s in the 16-bit format of the weights.
     memory_bandwidth, link_bandwidth
@@ -49,11 +49,11 @@ class GPU:
 
 
 GPUS = {
-    "A100": GPU("A100", 80e9, 312e12, 2.039e12, 300e9, 1.80),
-    "H100": GPU("H100", 80e9, 989e12, 3.35e12, 450e9, 3.00),
-    "H200": GPU("H200", 141e9, 989e12, 4.8e12, 450e9, 3.80),
-    "B200": GPU("B200", 180e9, 2250e12, 7.7e12, 900e9, 5.50),
-    "L40S": GPU("L40S", 48e9, 362e12, 0.864e12, 32e9, 1.00),
+    "A100": GPU("A100", 85.9e9, 312e12, 2.039e12, 300e9, 1.80),
+    "H100": GPU("H100", 85.5e9, 989e12, 3.35e12, 450e9, 3.00),
+    "H200": GPU("H200", 150.7e9, 989e12, 4.8e12, 450e9, 3.80),
+    "B200": GPU("B200", 192.2e9, 2250e12, 7.7e12, 900e9, 5.50),
+    "L40S": GPU("L40S", 48.3e9, 362e12, 0.864e12, 32e9, 1.00),
 }
 
 

@@ -128,16 +128,19 @@ class ModelSpec:
     def kv_bytes_per_token(self) -> float:
         return self.kv_values_per_token * self.kv_bytes_per_value
 
-    def weight_bytes_read(self, num_tokens: float) -> float:
-        """Bytes of weights that a pass over ``num_tokens`` reads: experts not chosen stay unread.
+    def weight_bytes_read(self, num_tokens):
+        """Bytes of weights that a pass over ``num_tokens`` (number or array) reads.
 
-        Experts are taken as chosen evenly, so n tokens touch ``1 - (1 - k/E)**n`` of them.
+        Embedding rows hardly count. Experts are taken as chosen evenly, so n tokens touch
+        ``1 - (1 - k/E)**n`` of them.
         """
-        if self.num_experts == 0:
-            return self.weight_bytes
-        touched = 1.0 - (1.0 - self.experts_per_token / self.num_experts) ** num_tokens
-        unread = self.expert_parameters * (1.0 - touched)
-        return (self.num_parameters - unread) * self.weight_bytes_per_parameter
+        always = self.num_active_parameters
+        experts = 0.0 * num_tokens
+        if self.num_experts:
+            share = self.experts_per_token / self.num_experts
+            always -= share * self.expert_parameters
+            experts = self.expert_parameters * (1.0 - (1.0 - share) ** num_tokens)
+        return (always + experts) * self.weight_bytes_per_parameter
 
     def attention_flops(self, context_tokens: float, window: bool = True) -> float:
         """FLOPs of attention for one new token over ``context_tokens``, all layers."""

@@ -113,3 +113,10 @@ class StepTimes:
     def latency_s(self, pass_s: float) -> float:
         """Seconds from entering the first stage to leaving the last, without waiting."""
         return pass_s + self.num_stages * self.stage_overhead_s
+
+
+def saturating_tokens(tokens: np.ndarray, seconds: np.ndarray, share: float = 0.9) -> int:
+    """L_m: the fewest tokens of a pass that reach ``share`` of the best throughput."""
+    throughput = tokens[1:] / seconds[1:]
+    enough = throughput >= share * throughput.max()
+    return max(1, int(tokens[1:][np.argmax(enough)]))

@@ -98,9 +98,7 @@ _sampling_options = _options(
     metavar="PATH",
     help="Rows: .jsonl, or .parquet (a file or a folder) with a column prompt or messages.",
 )
-@click.option(
-    "-o", "--output", required=True, metavar="PATH", help="Answers: .jsonl, or .parquet."
-)
+@click.option("-o", "--output", required=True, metavar="PATH", help="Answers: .jsonl, or .parquet.")
 @_engine_options
 @_placement_options
 @_sampling_options

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from daskserve.batch.runner import run_batch
+from daskserve.batch.runner import BatchJob, run_batch
 from daskserve.batch.summary import BatchSummary
 
-__all__ = ["BatchSummary", "run_batch"]
+__all__ = ["BatchJob", "BatchSummary", "run_batch"]

@@ -63,7 +63,7 @@ class JobFolder:
     output
         Where the job's result goes.
     restart
-        Forget an earlier job with this output, and its output.
+        Have `settle` forget an earlier job with this output, and its output.
 
     Raises
     ------
@@ -76,6 +76,8 @@ class JobFolder:
         self.output = output
         self.path = output.with_name(output.name + ".job")
         self.journal = self.path / "journal.jsonl"
+        self.results = self.path / "results.jsonl"
+        self.spool = self.path / "input.jsonl"
         self._manifest = self.path / "manifest.json"
         self._summary = self.path / "summary.json"
         _check_output(output)
@@ -85,11 +87,10 @@ class JobFolder:
                 raise BatchError(f"{self.path} is a link; remove it")
             self.path.chmod(PRIVATE_FOLDER)
             self._lock = self._take_lock()
-            if restart:
-                self._clear()
         except OSError as error:
             raise BatchError(f"cannot write output {output}: {error.strerror}") from None
-        if not self._manifest.exists() and _size_of(output):
+        self._restart = restart
+        if not restart and not self._manifest.exists() and _size_of(output):
             self.close()
             raise BatchError(
                 f"output {output} exists and belongs to no job; choose another name, or "
@@ -105,14 +106,11 @@ class JobFolder:
             raise BatchError(f"another process is running the job {self.path}") from None
         return lock
 
-    def _clear(self) -> None:
-        self.output.unlink(missing_ok=True)
-        for entry in self.path.iterdir():
-            if entry.name != "lock":
-                shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
-
-    def settle(self, manifest: Manifest) -> bool:
-        """Compare with the stored manifest, or store this one; True when the job had begun."""
+    def settle(self, manifest: Manifest) -> None:
+        """Compare with the stored manifest, or store this one for a new job."""
+        if self._restart:
+            for path in (self.output, self.journal, self.results, self._summary, self._manifest):
+                path.unlink(missing_ok=True)
         if self._manifest.exists():
             try:
                 stored = orjson.loads(self._manifest.read_bytes())
@@ -123,9 +121,8 @@ class JobFolder:
                     f"{self.path} holds another job ({'; '.join(changed)}); give the same input "
                     "and parameters to resume it, or --restart to begin anew"
                 )
-            return True
-        self._write(self._manifest, asdict(manifest))
-        return False
+        else:
+            self._write(self._manifest, asdict(manifest))
 
     def write_summary(self, record: dict[str, Any]) -> None:
         """Mark the job as complete."""
@@ -149,13 +146,23 @@ class JobFolder:
             raise BatchError(f"cannot write {path}: {error.strerror}") from None
 
     def close(self) -> None:
-        """Give up the lock."""
+        """Give up the lock; the folder of a job that never began goes away."""
+        if not self._manifest.exists():
+            shutil.rmtree(self.path, ignore_errors=True)
         os.close(self._lock)
 
 
 def is_url(path: str) -> bool:
     """``scheme://...``, also after pathlib has made one slash of the two."""
     return re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", path) is not None
+
+
+def is_same_file(one: str | Path, other: str | Path) -> bool:
+    """Both paths lead to one existing file."""
+    try:
+        return os.path.samefile(one, other)
+    except (OSError, ValueError):
+        return False
 
 
 def _size_of(path: Path) -> int:

@@ -11,6 +11,9 @@ import orjson
 from daskserve.batch.lines import Form, Row
 from daskserve.core.request import Completion
 
+# Not the row's words are wrong: answering it failed.
+_SERVER_CODES = ("engine_step_failed", "deadline_exceeded", "killed_instance", "internal_error")
+
 
 def success_line(row: Row, completion: Completion, model: str) -> bytes:
     """The answer as one JSON line: OpenAI Batch output, or a flat plain object."""
@@ -53,8 +56,8 @@ def error_line(row: Row, code: str, message: str) -> bytes:
     if row.form is Form.PLAIN:
         blank = {"text": None, "finish_reason": None, "usage": None}
         return _dump({"custom_id": row.custom_id, **blank, "error": error})
-    status = 503 if code == "instance_lost" else 400
-    kind = "server_error" if status == 503 else "invalid_request_error"
+    status = 500 if code in _SERVER_CODES else 400
+    kind = "server_error" if status == 500 else "invalid_request_error"
     body = {"error": {"message": message, "type": kind, "param": None, "code": code}}
     return _openai_line(row, status, "", body, error)
 

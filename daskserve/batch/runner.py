@@ -10,7 +10,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from daskserve.batch.folder import JobFolder
+from daskserve.batch.folder import JobFolder, is_same_file
 from daskserve.batch.lines import Row, prompt_of
 from daskserve.batch.manifest import Manifest, fingerprint
 from daskserve.batch.outcome import Outcome
@@ -26,7 +26,7 @@ from daskserve.core.instance import EngineConfig
 from daskserve.core.params import SamplingParams
 from daskserve.core.request import Completion
 from daskserve.core.slo import SLO
-from daskserve.errors import BatchError, InstanceLost, RequestError
+from daskserve.errors import BatchError, RequestError
 from daskserve.models import resolve
 
 if TYPE_CHECKING:
@@ -107,9 +107,11 @@ class BatchJob:
         self._tally = Tally(slo)
         # Rows given up with their instances, until a success shows that others live.
         self._lost: list[Finished] = []
+        if isinstance(source, str | Path) and is_same_file(source, output):
+            raise BatchError(f"output {output} is the input; choose another name")
         self._folder = JobFolder(Path(output), restart)
         try:
-            self._file = open_source(source, self._folder.path, self._limits.max_line_bytes)
+            self._file = open_source(source, self._folder.spool, self._limits.max_line_bytes)
             self._found = scan(self._file)
             manifest = Manifest(
                 input_sha256=self._found.sha256,
@@ -200,13 +202,11 @@ class BatchJob:
 
     def _write_lost(self) -> None:
         for finished in self._lost:
-            self._write_error(finished.row, InstanceLost(str(finished.result)))
+            self._write_error(finished.row, finished.result)
         self._lost.clear()
 
     def _write_error(self, row: Row, error: Exception) -> None:
-        code = "instance_lost" if isinstance(error, InstanceLost) else "internal_error"
-        if isinstance(error, RequestError):
-            code = error.code
+        code = error.code if isinstance(error, RequestError) else "internal_error"
         message = str(error) or type(error).__name__
         outcome = Outcome.failure(row.number, row.custom_id, code, message)
         self._write(outcome, error_line(row, code, message))

@@ -92,7 +92,7 @@ class JsonlFile:
                 yield None if too_long else line
 
 
-def open_source(source: Any, job_folder: Path, max_line_bytes: int) -> JsonlFile:
+def open_source(source: Any, spool_path: Path, max_line_bytes: int) -> JsonlFile:
     """The rows of any accepted source.
 
     Parameters
@@ -102,7 +102,7 @@ def open_source(source: Any, job_folder: Path, max_line_bytes: int) -> JsonlFile
         mappings, a Dask data frame, or an iterable of strings or mappings. Tables have a column
         ``prompt`` or ``messages`` and may have ``custom_id`` and the sampling parameters;
         their other columns are left alone.
-    job_folder
+    spool_path
         Takes the rows of everything that is not a JSONL file.
     max_line_bytes
         See `JsonlFile`.
@@ -129,7 +129,7 @@ def open_source(source: Any, job_folder: Path, max_line_bytes: int) -> JsonlFile
             f"cannot read rows from {type(source).__name__}; give a path, a Dask bag, "
             "a Dask data frame or an iterable of prompts"
         )
-    return spool(records, job_folder / "input.jsonl", max_line_bytes)
+    return spool(records, spool_path, max_line_bytes)
 
 
 def checked_input(source: str | Path) -> Path:

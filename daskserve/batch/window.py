@@ -16,15 +16,22 @@ from distributed.scheduler import KilledWorker
 from daskserve.batch.lines import Row
 from daskserve.core.instance import Role
 from daskserve.core.request import Completion, Request
-from daskserve.errors import BatchError, EngineStepFailed, InstanceLost, InvalidParameter
+from daskserve.errors import (
+    BatchError,
+    ClusterError,
+    EngineStepFailed,
+    InstanceLost,
+    InvalidParameter,
+    KilledInstance,
+)
 
 if TYPE_CHECKING:
     from daskserve.service import Service
 
 _TICK_S = 0.5
-# The service itself moves a request to another instance when one dies, and gives it up with
-# InstanceLost after so many that the request must be at fault.
-_GIVEN_UP = (InstanceLost, KilledWorker)
+# The service itself moves a request to another instance when one dies, and gives it up after so
+# many that the request must be at fault.
+_GIVEN_UP = (KilledInstance, InstanceLost, KilledWorker)
 # Another try may end otherwise: a broken connection, or an engine step that a neighbour spoiled.
 _WORTH_A_RETRY = (FutureCancelledError, OSError, TimeoutError, EngineStepFailed)
 
@@ -127,6 +134,9 @@ class Window:
                 f"batch.stall-timeout-s) with {len(self)} in flight; run the same command "
                 "again to go on"
             )
+        for f in finished:
+            if f is not None and isinstance(f.result, ClusterError):
+                raise BatchError(f"{f.result}; run the same command again to go on")
         if self._service.client.status != "running":
             raise BatchError(
                 "the Dask scheduler is gone; start it again and run the same command to go on"

@@ -65,7 +65,7 @@ class ResultWriter:
     ) -> None:
         self._folder, self._format = folder, output_format
         is_direct = output_format == "jsonl"
-        results = folder.output if is_direct else folder.path / "results.jsonl"
+        results = folder.output if is_direct else folder.results
         self._journal = Journal(folder.journal, results, num_rows, on_outcome)
         self._sync_interval_s = sync_interval_s
         self._synced_at = time.monotonic()

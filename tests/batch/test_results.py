@@ -50,7 +50,7 @@ def test_openai_lines(url, kind, content):
 
 
 @pytest.mark.parametrize(
-    ("code", "status"), [("context_length_exceeded", 400), ("instance_lost", 503)]
+    ("code", "status"), [("context_length_exceeded", 400), ("engine_step_failed", 500)]
 )
 def test_openai_error_line_says_so_in_response_and_error(code, status):
     line = json.loads(error_line(row_of("/v1/completions"), code, "too long"))

@@ -16,7 +16,7 @@ from daskserve.errors import BatchError, RequestError
 
 
 def rows_of(source, folder, max_line_bytes=2**20):
-    return list(open_source(source, folder, max_line_bytes).rows())
+    return list(open_source(source, folder / "input.jsonl", max_line_bytes).rows())
 
 
 def prompts_of(source, folder):
@@ -72,7 +72,7 @@ def test_data_frame_rows_do_not_depend_on_partitions(tmp_path):
     frame["prompt"] = frame["prompt"].astype(object)
     few, many = (dask.dataframe.from_pandas(frame, npartitions=n) for n in (2, 5))
     assert prompts_of(few, tmp_path) == [(f"row-{i}", f"p{i}") for i in range(10)]
-    hashes = {scan(open_source(f, tmp_path, 2**20)).sha256 for f in (few, many)}
+    hashes = {scan(open_source(f, tmp_path / "input.jsonl", 2**20)).sha256 for f in (few, many)}
     assert len(hashes) == 1
     rows = rows_of(few, tmp_path)
     assert [prompt_of(r, SamplingParams(), "m")[1].max_tokens for r in rows[2:4]] == [5, 128]
@@ -139,7 +139,7 @@ def test_table_without_prompts_names_its_columns(tmp_path):
 def test_spooled_rows_are_private(tmp_path):
     mask = os.umask(0)
     try:
-        open_source(["a"], tmp_path, 2**20)
+        open_source(["a"], tmp_path / "input.jsonl", 2**20)
     finally:
         os.umask(mask)
     assert (tmp_path / "input.jsonl").stat().st_mode & 0o777 == 0o600

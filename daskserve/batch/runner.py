@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from daskserve.batch.folder import JobFolder, is_same_file
-from daskserve.batch.lines import Row, prompt_of
+from daskserve.batch.lines import Row
 from daskserve.batch.manifest import Manifest, fingerprint
 from daskserve.batch.outcome import Outcome
 from daskserve.batch.progress import ProgressView
+from daskserve.batch.prompts import prompt_of
 from daskserve.batch.results import error_line, success_line
 from daskserve.batch.scan import scan
 from daskserve.batch.sources import open_source

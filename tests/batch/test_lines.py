@@ -5,7 +5,8 @@ import json
 import orjson
 import pytest
 
-from daskserve.batch.lines import NEUTRAL, Form, prompt_of, read_row
+from daskserve.batch.lines import Form, read_row
+from daskserve.batch.prompts import NEUTRAL, prompt_of
 from daskserve.core.params import SamplingParams
 from daskserve.errors import RequestError
 
@@ -43,7 +44,7 @@ def test_plain_line_overrides_parameters():
 def test_plain_messages_and_text_parts():
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     prompt, _ = parse({"messages": [{"role": "user", "content": parts}]})
-    assert prompt == [{"role": "user", "content": "ab"}]
+    assert prompt == [{"role": "user", "content": "a\nb"}]
 
 
 def test_openai_chat_line():
@@ -132,8 +133,8 @@ def test_bad_fields_name_field_value_and_limit(fields, part):
         (b"7", "not a number"),
         (b"\xff\xfe", "not JSON"),
         (b"[" * 3000, "not JSON"),
-        (b'{"prompt": "\xff"}', "must not hold lone surrogates or invalid UTF-8"),
-        (b'{"prompt": "\\ud800"}', "must not hold lone surrogates"),
+        (b'{"prompt": "\xff"}', "not UTF-8: byte 13 of the line"),
+        (b'{"prompt": "\\ud800"}', "must not contain lone surrogates"),
         (b'{"prompt": "hi", "stop": "\\ud800"}', "must not contain lone surrogates"),
         ({}, "prompt is missing"),
         ({"prompt": ""}, "prompt='' must be a string or a list of token ids, not empty"),
@@ -141,11 +142,23 @@ def test_bad_fields_name_field_value_and_limit(fields, part):
         ({"prompt": [1, -2]}, "prompt=[1, -2] must be"),
         ({"prompt": ["a", "b"]}, "several prompts need several rows"),
         ({"prompt": 7}, "prompt=7 must be"),
-        ({"messages": []}, "messages=[] "),
-        ({"messages": "hi"}, "messages='hi' should be a valid list"),
-        ({"messages": [{"role": "robot", "content": "x"}]}, "messages.0.role='robot'"),
-        ({"messages": [{"role": "user", "content": 1}]}, "messages[0].content=1 must be"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "content: type="),
+        ({"messages": []}, "must hold 1..10000 messages"),
+        ({"messages": "hi"}, "messages='str' must be a list of messages"),
+        (
+            {"messages": [{"role": "robot", "content": "x"}]},
+            "messages[0].role='robot' must be one of",
+        ),
+        (
+            {"messages": [{"role": "user", "content": 1}]},
+            "messages[0].content='int' must be a string",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "messages[0].content[0]='image_url' must be",
+        ),
+        ({"messages": [{**HELLO[0], "name": "bob"}]}, "messages[0].name='bob' is not supported"),
+        (chat(prompt="x"), "prompt and messages are both given"),
+        ({**chat(), "body": {"prompt": "x"}}, "messages is missing; prompt is not known"),
         ({**chat(), "url": "/v1/embeddings"}, "url='/v1/embeddings' should be"),
         ({**chat(), "method": "GET"}, "method='GET' should be 'POST'"),
         ({**chat(), "body": "x"}, "body='x' should be a valid dictionary"),

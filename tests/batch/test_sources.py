@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from daskserve.batch.lines import prompt_of
+from daskserve.batch.prompts import prompt_of
 from daskserve.batch.scan import scan
 from daskserve.batch.sources import JsonlFile, open_source
 from daskserve.core.params import SamplingParams

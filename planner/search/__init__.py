@@ -1,0 +1,1 @@
+"""Placement search: which instances, split how, how many, and on which GPUs."""

@@ -1,0 +1,41 @@
+# make demo   the main job on a small file, from nothing but Python 3.11, pip and make
+# make test   lint, import rules, types and tests
+# The virtual environment is made once and again when pyproject.toml changes.
+
+PYTHON ?= $(firstword $(shell command -v python3.11 python3))
+TORCH ?= torch==2.13.0
+VENV ?= .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+
+.PHONY: demo test test-slow clean
+
+demo: $(VENV)/.engine
+	$(BIN)/daskserve fetch-model
+	$(BIN)/daskserve run-batch -i examples/prompts.jsonl -o out/demo.jsonl --max-tokens 64 --restart
+	@echo "Answers in out/demo.jsonl; the first two:"
+	@head -n 2 out/demo.jsonl
+
+test: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
+	$(BIN)/mypy
+	$(BIN)/pytest -q
+
+test-slow: $(VENV)/.dev
+	$(BIN)/pytest -q -m slow
+
+# TORCH stands unquoted so that it may hold pip options, such as another index.
+$(VENV)/.engine: pyproject.toml Makefile
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) install $(TORCH)
+	$(PIP) install --editable ".[engine]"
+	touch $@
+
+$(VENV)/.dev: $(VENV)/.engine
+	$(PIP) install --editable ".[dev]"
+	touch $@
+
+clean:
+	rm -rf $(VENV) out .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

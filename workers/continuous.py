@@ -127,22 +127,31 @@ class ContinuousScheduler:
                 self.new_pulls.append(sequence)
 
     def _admit_prompts(self) -> None:
-        budget = self._budget_tokens
-        if self._chunk:
-            unfinished = sum(sequence.num_uncomputed for sequence in self.computing)
-            budget = self._chunk - len(self.running) - unfinished
-            if budget < 1 and self.computing:
-                return
-        slots = self._max_batch - self.num_active
+        if self._chunk is None:
+            self._compute(self._count_prompts(self._max_batch, self._budget_tokens))
+            return
+        unfinished = sum(sequence.num_uncomputed for sequence in self.computing)
+        budget = self._chunk - len(self.running) - unfinished
+        # One by one: the last prompt may begin in this step and end in a later one.
+        while (budget > 0 or not self.computing) and self._count_prompts(1, 1):
+            budget -= self._compute(1)
+
+    def _count_prompts(self, limit: int, budget_tokens: int) -> int:
+        """How many prompts may be admitted now, at most ``limit``."""
+        slots = min(self._max_batch - self.num_active, limit)
         # One page for each running request stays free, so that a new prompt does not at once
         # preempt what runs.
         free = self._pool.num_free - len(self.running)
-        count = prefill_batch_size(
-            self.waiting.lengths(slots), budget, free, self._pool.block_size, slots
-        )
-        for sequence in self._reserve(count):
+        lengths = self.waiting.lengths(slots)
+        return prefill_batch_size(lengths, budget_tokens, free, self._pool.block_size, slots)
+
+    def _compute(self, count: int) -> int:
+        """Move the first waiting sequences to those that are computed; their tokens."""
+        sequences = self._reserve(count)
+        for sequence in sequences:
             sequence.state = State.COMPUTING
-            self.computing.append(sequence)
+        self.computing += sequences
+        return sum(sequence.num_tokens for sequence in sequences)
 
     def _reserve(self, count: int) -> list[Sequence]:
         sequences = [self.waiting.pop() for _ in range(count)]

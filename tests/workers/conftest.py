@@ -1,15 +1,28 @@
-"""Small random models of every family that the engine runs exactly, built once per session."""
+"""Small random models of every family that the engine runs exactly, and engines on a rig."""
 
 from __future__ import annotations
 
+import copy
 import functools
+import random
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
+
+from daskserve.core.instance import EngineConfig, Role
+from daskserve.core.params import SamplingParams
+from daskserve.core.request import Prefilled, Request, TokenDelta
+from daskserve.errors import KVUnavailable
+from daskserve.text.tokenizer import Tokenizer
+from daskserve.workers.engine import Engine, Reserved
+from daskserve.workers.forward import Runner
+from daskserve.workers.loading import build_engine, load_model
+from daskserve.workers.sequence import Sequence
 
 VOCAB = 211
 
@@ -95,3 +108,148 @@ def family_dir(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "family" in metafunc.fixturenames:
         metafunc.parametrize("family", FAMILIES)
+
+
+class Rig:
+    """Engines on one thread and a clock that only tests move: exact, repeatable schedules.
+
+    With a PREFILL and a DECODE engine the KV is copied between them when ``pulls_ok`` says so
+    for a request: True copies, False fails, None leaves the pull under way.
+    """
+
+    def __init__(self, *engines: Engine, pulls_ok: Callable[[str], bool | None] | None = None):
+        self.by_role = {engine.role: engine for engine in engines}
+        self.entry = engines[0]
+        self.pulls_ok = pulls_ok or (lambda request_id: True)
+        self.now = 0.0
+        self.outcomes: dict[str, list[object]] = {}
+        self.deltas: dict[str, list[TokenDelta]] = {}
+        self.started: list[Sequence] = []
+        self.open_pulls: list[tuple[Sequence, Reserved]] = []
+        for engine in engines:
+            engine.clock = lambda: self.now
+
+    def submit(self, request: Request, streams: bool = False) -> Sequence:
+        sequence = Sequence(request, streams=streams)
+        self.started.append(sequence)
+        self.entry.add(sequence)
+        self._route()
+        return sequence
+
+    def abort(self, request_id: str) -> None:
+        for engine in self.by_role.values():
+            engine.abort(request_id)
+        self._route()
+
+    def step(self) -> bool:
+        busy = [engine.step() for engine in self.by_role.values()]
+        routed = self._route()
+        return any(busy) or routed
+
+    def run(self, max_steps: int = 20_000) -> dict[str, object]:
+        """Step until nothing moves; the last outcome of every request."""
+        for _ in range(max_steps):
+            if not self.step():
+                return {key: outcomes[-1] for key, outcomes in self.outcomes.items()}
+        raise AssertionError(f"still busy after {max_steps} steps")
+
+    def end_pull(self, index: int, succeeds: bool) -> None:
+        """Let an open pull end; what was aborted is pulled from nowhere."""
+        sequence, reserved = self.open_pulls.pop(index)
+        source, target = self.by_role[Role.PREFILL], self.by_role[Role.DECODE]
+        if succeeds and sequence.handle is not None:
+            try:
+                self._copy(source, target, sequence.handle, reserved)
+            except KVUnavailable:
+                succeeds = False
+        target.pull_ended(reserved.owner, succeeds, 0.0)
+        self._route()
+
+    def used_blocks(self) -> int:
+        return sum(engine.pool.num_used for engine in self.by_role.values())
+
+    def _copy(self, source, target, handle, reserved) -> None:
+        data = b"".join(source.pool.page_views(source.holding.pin(handle, self.now)))
+        source.release(handle.request_id, handle.secret)
+        for view in target.pool.page_views(reserved.pages):
+            view[:], data = data[: view.nbytes], data[view.nbytes :]
+
+    def _route(self) -> bool:
+        any_events = False
+        for engine in self.by_role.values():
+            events, engine.events = engine.events, []
+            for sequence, payload in events:
+                any_events = True
+                self._take(sequence, payload)
+        return any_events
+
+    def _take(self, sequence: Sequence, payload: object) -> None:
+        request = sequence.request
+        if isinstance(payload, TokenDelta):
+            self.deltas.setdefault(request.request_id, []).append(payload)
+        elif isinstance(payload, Reserved):
+            self.open_pulls.append((sequence, payload))
+            verdict = self.pulls_ok(request.request_id)
+            if verdict is not None:
+                self.end_pull(len(self.open_pulls) - 1, verdict)
+        elif isinstance(payload, Prefilled) and payload.handle is not None:
+            self._decode(sequence, payload)
+        else:
+            answer = payload.completion if isinstance(payload, Prefilled) else payload
+            self.outcomes.setdefault(request.request_id, []).append(answer)
+            if Role.PREFILL in self.by_role:  # whoever drives a pair tells it that all is over
+                self.by_role[Role.PREFILL].release(request.request_id, None)
+
+    def _decode(self, sequence: Sequence, prefilled: Prefilled) -> None:
+        if Role.DECODE not in self.by_role:
+            self.outcomes.setdefault(prefilled.request_id, []).append(prefilled)
+            return
+        self.by_role[Role.DECODE].add(
+            Sequence(
+                sequence.request,
+                streams=sequence.streams,
+                handle=prefilled.handle,
+                output_ids=[prefilled.first_token_id],
+                first_token_at=prefilled.first_token_at,
+                prefill_queue_s=prefilled.prefill_queue_s,
+                prefill_s=prefilled.prefill_s,
+            )
+        )
+        self._route()
+
+
+@pytest.fixture(scope="session")
+def rig_type() -> type[Rig]:
+    return Rig
+
+
+@pytest.fixture(scope="session")
+def make_engine() -> Callable[..., Engine]:
+    """``make_engine(role, model="mock", **config)``; models are loaded once per test run."""
+
+    @functools.cache
+    def parts(model: str, dtype: str) -> tuple[Runner, Tokenizer]:
+        return load_model(EngineConfig(model=model, dtype=dtype, num_threads=1))
+
+    def make(role: Role, model: str = "mock", dtype: str = "float32", **settings) -> Engine:
+        config = EngineConfig(model=model, dtype=dtype, mock_prefill_s=0, mock_decode_s=0)
+        config = replace(config, **({"num_kv_blocks": 256} | settings))
+        if model == "mock":
+            return build_engine(role, config)
+        runner, tokenizer = parts(model, dtype)
+        return build_engine(role, config, lambda _: (copy.copy(runner), tokenizer))
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def make_request() -> Callable[..., Request]:
+    """``make_request(id, prompt, **params)``; an int is the length of a prompt made up of it."""
+
+    def make(request_id: str, prompt: int | tuple[int, ...], seed: int = 0, **params) -> Request:
+        if isinstance(prompt, int):
+            rng = random.Random(f"{request_id}-{prompt}")
+            prompt = tuple(rng.randrange(4, 300) for _ in range(prompt))
+        return Request(request_id, prompt, SamplingParams(**params), 0.0, seed)
+
+    return make

@@ -7,6 +7,7 @@ DaskserveError
 |   |-- NeverFits             no instance's KV pool could ever hold the request
 |   |-- EngineStepFailed      the engine step that held this request raised
 |   |-- DeadlineExceeded      the request was not finished in time
+|   |-- KilledInstance        instance after instance died while it ran this request
 |   `-- RequestCancelled      the caller cancelled it
 |-- KVUnavailable             a KV pull was refused, broken or too late: recompute
 |-- InstanceLost              a worker died or was replaced: retried elsewhere
@@ -65,6 +66,12 @@ class EngineStepFailed(RequestError):
 
 class DeadlineExceeded(RequestError):
     code = "deadline_exceeded"
+
+
+class KilledInstance(RequestError):
+    """Given up so that it takes down no more instances; not to be retried."""
+
+    code = "killed_instance"
 
 
 class RequestCancelled(RequestError):

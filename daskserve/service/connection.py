@@ -1,0 +1,158 @@
+"""A service's place on a scheduler: plugins in, instances ready, and out again at the end."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass
+from typing import Any
+from uuid import uuid4
+
+from distributed import Client
+
+from daskserve.config import ServiceSettings
+from daskserve.core.instance import EngineConfig, InstanceInfo, InstanceLoad, Role
+from daskserve.errors import ClusterError, ModelError
+from daskserve.service.clock import clock_offset_s
+from daskserve.service.dispatch import DispatchPlugin
+from daskserve.service.instance_plugin import InstancePlugin, config_id
+from daskserve.service.members import FAILED, READY
+from daskserve.service.names import (
+    ATTACH,
+    CLOCK,
+    DETACH,
+    LOAD,
+    STATUS,
+)
+
+_POLL_S = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class AddressedInstance:
+    """A ready instance and the Dask worker it lives on."""
+
+    address: str
+    info: InstanceInfo
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.info, name)
+
+
+class Connection:
+    """Installs what a service needs on a scheduler, and nothing global.
+
+    Parameters
+    ----------
+    client
+        Of the scheduler.
+    config
+        Engine of the instances; services on one scheduler share them, so it must be the same.
+    settings
+        Time limits.
+    """
+
+    def __init__(self, client: Client, config: EngineConfig, settings: ServiceSettings) -> None:
+        self._client = client
+        self._config = config
+        self._settings = settings
+        self._service_id = uuid4().hex
+        self.clock_offset_s = 0.0
+        """Add to this process's monotonic clock to get the scheduler's."""
+        self.instances: list[AddressedInstance] = []
+        """Ready instances as of the last look."""
+
+    async def open(self) -> None:
+        """Install the plugins and wait until every worker with a role has its instance.
+
+        Raises
+        ------
+        ClusterError
+            Roles are missing, daskserve is not installed over there, or it takes too long.
+        ModelError
+            An instance could not load its model.
+        """
+        await self._install(DispatchPlugin(self._settings))
+        await self._rpc(ATTACH, service=self._service_id)
+        _check_roles((await self._rpc(STATUS))["workers"])
+        await self._install(InstancePlugin(self._config, self._settings))
+        await self._wait_until_ready()
+        self.clock_offset_s = await clock_offset_s(getattr(self._client.scheduler, CLOCK))
+
+    async def refresh(self) -> dict[str, Any]:
+        """Look at the instances again; returns the scheduler's status."""
+        status = await self._rpc(STATUS)
+        self.instances = [
+            AddressedInstance(
+                report["address"], InstanceInfo(**{**report["info"], "role": Role(report["role"])})
+            )
+            for report in status["instances"]
+            if report["status"] == READY
+        ]
+        return status
+
+    async def load(self) -> dict[str, InstanceLoad]:
+        """Counters of every ready instance by address."""
+        await self.refresh()
+        answers = await self._client.scheduler.broadcast(
+            msg={"op": LOAD}, workers=[i.address for i in self.instances], on_error="ignore"
+        )
+        return {a: InstanceLoad(**counters) for a, counters in answers.items() if counters}
+
+    async def close(self) -> None:
+        """Leave the scheduler; the last service takes the plugins, and so the models, with it."""
+        if self._client.status != "running":
+            return
+        await self._rpc(DETACH, service=self._service_id)
+
+    async def _rpc(self, name: str, **kwargs: Any) -> Any:
+        return await getattr(self._client.scheduler, name)(**kwargs)
+
+    async def _install(self, plugin: DispatchPlugin | InstancePlugin) -> None:
+        try:
+            await self._client.register_plugin(plugin)
+        except ImportError as error:
+            raise ClusterError(
+                f"the scheduler or a worker cannot import daskserve ({error}); install the same"
+                " version there"
+            ) from error
+
+    async def _wait_until_ready(self) -> None:
+        deadline = time.monotonic() + self._settings.start_timeout_s
+        while True:
+            status = await self.refresh()
+            self._check_reports(status["instances"])
+            missing = set(status["workers"]) - {i.address for i in self.instances}
+            if not missing:
+                return
+            if time.monotonic() > deadline:
+                raise ClusterError(
+                    f"no instance on {', '.join(sorted(missing))} after"
+                    f" {self._settings.start_timeout_s:g} s (setting service.start-timeout-s)"
+                )
+            await asyncio.sleep(_POLL_S)
+
+    def _check_reports(self, reports: list[dict[str, Any]]) -> None:
+        for report in reports:
+            if report["status"] == FAILED:
+                raise ModelError(
+                    f"{report['role']} instance on {report['address']}: {report['error']}"
+                )
+            if report["config_id"] != config_id(self._config):
+                raise ClusterError(
+                    f"{report['address']} already runs an instance with another EngineConfig"
+                    f" ({report['info'].get('model', 'loading')}); close the service that"
+                    " started it or use the same config"
+                )
+
+
+def _check_roles(workers: dict[str, str]) -> None:
+    roles = set(workers.values())
+    if Role.COLOCATED.value in roles or {Role.PREFILL.value, Role.DECODE.value} <= roles:
+        return
+    found = ", ".join(sorted(roles)) or "none"
+    raise ClusterError(
+        "the cluster needs workers with the resources PREFILL and DECODE, or COLOCATED"
+        f" (found: {found}); start them with: dask worker <scheduler> --nthreads <slots>"
+        ' --resources "DECODE=<slots>"'
+    )

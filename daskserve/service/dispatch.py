@@ -1,0 +1,321 @@
+"""The scheduler's side: binds every prefill and decode task to an instance.
+
+Dask asks no plugin which worker to choose, so each of our tasks is first parked: restricted to
+an address that no worker has, which leaves it unrunnable. After every event the pump binds what
+has room now by naming the chosen instance as the only worker allowed. All choices happen there,
+between events, on books that are exact.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from typing import Any
+
+from distributed import Scheduler
+from distributed.core import Status
+from distributed.diagnostics.plugin import SchedulerPlugin
+from distributed.protocol.pickle import dumps
+
+from daskserve.config import ServiceSettings
+from daskserve.core.instance import Role
+from daskserve.errors import DaskserveError, KilledInstance
+from daskserve.service.dispatch_check import DispatchCheck
+from daskserve.service.dispatch_state import DispatchState, Stage
+from daskserve.service.members import Members
+from daskserve.service.names import (
+    ANNOTATION,
+    DISPATCH_PLUGIN,
+    FREE_KV,
+    decode_key,
+    prefill_key,
+    request_id_of,
+    role_of,
+)
+
+logger = logging.getLogger(__name__)
+
+_PARKED = {"daskserve://waits-for-room"}
+_ENDED = ("memory", "erred", "forgotten")
+
+
+class DispatchPlugin(SchedulerPlugin):
+    """One per scheduler, shared by all services on it; touches only tasks that services submit.
+
+    Parameters
+    ----------
+    settings
+        Of the service that came first.
+    """
+
+    name = DISPATCH_PLUGIN
+    idempotent = True
+
+    def __init__(self, settings: ServiceSettings) -> None:
+        self._settings = settings
+
+    async def start(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self._homes: dict[str, str] = {}  # request id -> address that holds its KV
+        self._orphans: list[str] = []  # prefill keys whose decode ended before them
+        self._doomed: list[tuple[str, DaskserveError]] = []  # keys to fail
+        self._is_pump_due = False
+        self._has_complained = False
+        self.members = Members(scheduler, self._settings, self)
+        self._reset()
+        self.members.start()
+
+    def _reset(self) -> None:
+        self.state = DispatchState(self._settings.max_attempts)
+        self.check = None
+        if self._settings.check_dispatch:
+            self.check = DispatchCheck(self._scheduler, self.state)
+
+    # Hooks of Dask. They run inside the scheduler's own bookkeeping: they take notes, and the
+    # pump acts as soon as the scheduler is done.
+
+    def transition(
+        self, key: Any, start: str, finish: str, *args: Any, stimulus_id: str, **kwargs: Any
+    ) -> None:
+        request_id = request_id_of(key)
+        ts = self._scheduler.tasks.get(key) if request_id is not None else None
+        if ts is None or ANNOTATION not in (ts.annotations or ()):
+            return
+        try:
+            self._follow(ts, request_id, start, finish, kwargs.get("worker"))
+        except Exception:
+            self._complain()
+            ts.worker_restrictions = None
+
+    def remove_worker(self, scheduler: Scheduler, worker: str, **kwargs: Any) -> None:
+        try:
+            self.members.forget(worker)
+            self.state.remove_instance(worker, is_loss=False)
+            self._rerun_prefills_of(worker)
+            self.wake()
+        except Exception:
+            self._complain()
+
+    def restart(self, scheduler: Scheduler) -> None:
+        self._homes.clear()
+        self.members.clear()
+        self._reset()
+
+    async def close(self) -> None:
+        self.members.stop()
+
+    def wake(self) -> None:
+        """Have the pump run once the scheduler has finished what it is doing."""
+        if not self._is_pump_due:
+            self._is_pump_due = True
+            asyncio.get_running_loop().call_soon(self._pump)
+
+    def lose(self, address: str, is_loss: bool) -> None:
+        """An instance is gone, its worker perhaps too."""
+        self.members.forget(address)
+        self.state.remove_instance(address, is_loss)
+        self.wake()
+
+    def doom(self, stages: list[Stage], error: DaskserveError) -> None:
+        """Fail waiting stages from the pump."""
+        self._doomed += [(stage.key, error) for stage in stages]
+        self.wake()
+
+    def homes(self) -> dict[str, list[str]]:
+        """Addresses that hold KV, with the requests it belongs to."""
+        by_address: dict[str, list[str]] = {}
+        for request_id, address in self._homes.items():
+            by_address.setdefault(address, []).append(request_id)
+        return by_address
+
+    def describe(self) -> dict[str, Any]:
+        """Counters for people and tests."""
+        check = self.check
+        return {
+            "waiting": {role.value: self.state.num_waiting(role) for role in Role},
+            "running": sum(stage.instance is not None for stage in self.state.stages.values()),
+            "holding": len(self._homes),
+            "failed": self._has_complained,
+            "choices": check.num_choices if check else None,
+            "starts": check.num_starts if check else None,
+            "violations": check.num_violations if check else None,
+            "notes": check.notes if check else [],
+        }
+
+    # What a transition means.
+
+    def _follow(self, ts: Any, request_id: str, start: str, finish: str, worker: str) -> None:
+        if start == "processing":
+            self._stopped_running(ts, request_id, finish)
+        if start in ("processing", "no-worker") and finish != "processing":
+            self.state.withdraw(ts.key)
+            self.wake()
+        if finish == "waiting":
+            ts.worker_restrictions = set(_PARKED)
+        elif finish == "no-worker":
+            self._became_ready(ts, request_id)
+        elif finish == "processing" and self.check is not None:
+            self.check.verify_start(ts)
+        elif finish in _ENDED:
+            self._ended(ts, request_id, finish, worker)
+
+    def _stopped_running(self, ts: Any, request_id: str, finish: str) -> None:
+        stage = self.state.stages.get(ts.key)
+        if stage is None or stage.instance is None:
+            return
+        address = stage.instance.address
+        if address not in self._scheduler.workers:
+            # Dask counts a suspicion when a worker goes without notice.
+            self.lose(address, is_loss=ts.suspicious > 0)
+        elif finish != "memory" and ts.key == prefill_key(request_id):
+            self._free_kv_at(address, request_id)
+
+    def _became_ready(self, ts: Any, request_id: str) -> None:
+        if ts.key == prefill_key(request_id):
+            decode = self._scheduler.tasks.get(decode_key(request_id))
+            if decode is not None and decode.state in _ENDED:
+                self._orphans.append(ts.key)  # lost its result after it was of use
+                self.wake()
+                return
+        prompt_tokens, max_tokens = ts.annotations[ANNOTATION]
+        role = role_of(ts.resource_restrictions)
+        # The last output token is never fed back, so its KV is never needed.
+        decoded = 0 if role is Role.PREFILL else max_tokens - 1
+        stage = self.state.arrive(Stage(ts.key, role, prompt_tokens, prompt_tokens + decoded))
+        if stage.is_convicted:
+            error = KilledInstance(
+                f"request {request_id}: {stage.losses} instances died while running it"
+            )
+            self._doomed.append((ts.key, error))
+        self.wake()
+
+    def _ended(self, ts: Any, request_id: str, finish: str, worker: str) -> None:
+        self.state.leave(ts.key)
+        is_prefill = ts.key == prefill_key(request_id)
+        if is_prefill and finish == "memory":
+            self._homes[request_id] = worker
+            self.state.hold(ts.key, worker, ts.annotations[ANNOTATION][0])
+            return
+        self._free_kv(request_id)
+        if not is_prefill and finish != "memory":
+            self._orphans.append(prefill_key(request_id))
+        self.wake()
+
+    # KV that instances hold.
+
+    def _free_kv(self, request_id: str) -> None:
+        self.state.let_go(prefill_key(request_id))
+        address = self._homes.pop(request_id, None)
+        if address is not None:
+            self._free_kv_at(address, request_id)
+
+    def _free_kv_at(self, address: str, request_id: str) -> None:
+        if address in self._scheduler.workers:
+            message = {"op": FREE_KV, "request_id": request_id}
+            self._scheduler.worker_send(address, message)
+
+    def _rerun_prefills_of(self, address: str) -> None:
+        """KV that nobody has pulled died with its worker, though Dask may hold a copy of the
+        handle elsewhere and think the result safe: have the prefill run again."""
+        recommendations = {}
+        for request_id in [r for r, home in self._homes.items() if home == address]:
+            del self._homes[request_id]
+            prefill = self._scheduler.tasks.get(prefill_key(request_id))
+            decode = self._scheduler.tasks.get(decode_key(request_id))
+            is_waiting = decode is not None and decode.state in ("waiting", "no-worker")
+            if is_waiting and prefill is not None and prefill.state == "memory":
+                recommendations[prefill.key] = "released"
+        self._scheduler.transitions(recommendations, stimulus_id=_stimulus())
+
+    # The pump.
+
+    def _pump(self) -> None:
+        self._is_pump_due = False
+        if self._scheduler.status is not Status.running:
+            return
+        try:
+            self._cancel_orphans()
+            self._fail_doomed()
+            self._bind()
+        except Exception:
+            self._complain()
+            self._unpark_all()
+
+    def _bind(self) -> None:
+        for instance in self.state.instances.values():
+            ws = self._scheduler.workers.get(instance.address)
+            instance.is_accepting = ws is not None and ws.status is Status.running
+        bound = []
+        for role in (Role.DECODE, Role.COLOCATED, Role.PREFILL):
+            while (binding := self.state.next_binding(role)) is not None:
+                stage, instance = binding
+                if self.check is not None:
+                    self.check.verify_choice(stage, instance)
+                if role is Role.DECODE:
+                    self.state.let_go(prefill_key(request_id_of(stage.key)))
+                if stage.is_suspect:
+                    self._start_probation(stage)
+                ts = self._scheduler.tasks[stage.key]
+                ts.worker_restrictions = {instance.address}
+                ts.suspicious = 0  # losses are counted here, see `DispatchState`
+                bound.append(stage.key)
+        # The scheduler takes recommendations from the end.
+        recommendations = dict.fromkeys(reversed(bound), "processing")
+        self._scheduler.transitions(recommendations, stimulus_id=_stimulus())
+
+    def _start_probation(self, stage: Stage) -> None:
+        if stage.losses >= self._settings.max_attempts:
+            return  # it survived a probation and lost another instance: alone until it is done
+
+        def clear() -> None:
+            self.state.clear(stage)
+            self.wake()
+
+        asyncio.get_running_loop().call_later(self._settings.probation_s, clear)
+
+    def _cancel_orphans(self) -> None:
+        orphans, self._orphans = self._orphans, []
+        for key in orphans:
+            ts = self._scheduler.tasks.get(key)
+            if ts is None or ts.state in _ENDED or not ts.who_wants:
+                continue
+            self._scheduler.stimulus_cancel(
+                [key],
+                client=next(iter(ts.who_wants)).client_key,
+                force=True,
+                reason="decode-ended",
+                msg="The request was cancelled, failed or finished without this prefill.",
+            )
+
+    def _fail_doomed(self) -> None:
+        doomed, self._doomed = self._doomed, []
+        for key, error in doomed:
+            ts = self._scheduler.tasks.get(key)
+            if ts is None or ts.state != "no-worker":
+                continue
+            stimulus_id = _stimulus()
+            recommendations = self._scheduler.transition(
+                key, "erred", exception=dumps(error), cause=key, stimulus_id=stimulus_id
+            )
+            self._scheduler.transitions(recommendations, stimulus_id=stimulus_id)
+
+    # When something here fails, Dask schedules as it always does.
+
+    def _complain(self) -> None:
+        if not self._has_complained:
+            self._has_complained = True
+            logger.exception("dispatch failed; tasks go to any worker of their role")
+
+    def _unpark_all(self) -> None:
+        recommendations = {}
+        for stage in [s for role in Role for s in self.state.waiting(role)]:
+            ts = self._scheduler.tasks.get(stage.key)
+            if ts is not None and ts.state == "no-worker":
+                ts.worker_restrictions = None
+                recommendations[stage.key] = "processing"
+        self._scheduler.transitions(recommendations, stimulus_id=_stimulus())
+
+
+def _stimulus() -> str:
+    return f"daskserve-dispatch-{time.time()}"

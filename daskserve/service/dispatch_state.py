@@ -1,0 +1,251 @@
+"""Who runs what: the books behind every routing decision, without Dask and without a clock.
+
+Requests wait here, first come first served per role, until an instance has room; then they are
+bound to it (late binding, so that no KV is stranded behind one full instance while another has
+room). The decisions themselves are `daskserve.scheduling.routing`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, field
+
+from sortedcontainers import SortedDict
+
+from daskserve.core.instance import Role
+from daskserve.core.kv import blocks_for
+from daskserve.scheduling.batching import NONE
+from daskserve.scheduling.routing import least_loaded, shortest_queue
+
+
+@dataclass(slots=True, eq=False)
+class InstanceState:
+    """What is bound to one instance.
+
+    Parameters
+    ----------
+    slots
+        Most stages that may be bound at once.
+    num_blocks, block_size
+        Size of its KV pool.
+    """
+
+    address: str
+    role: Role
+    slots: int
+    num_blocks: int
+    block_size: int
+    queued_tokens: int = 0
+    """Prompt tokens of what is bound."""
+    used_blocks: int = 0
+    """KV blocks of what is bound; on a prefill instance also of finished KV that still waits."""
+    is_accepting: bool = True
+    """False while Dask gives its worker no tasks (paused, or closing)."""
+    on_probation: Stage | None = None
+    """The one bound stage, if any, that was on an instance when it was lost."""
+    bound: dict[str, Stage] = field(default_factory=dict)
+
+
+@dataclass(slots=True, eq=False)
+class Stage:
+    """One task of a request: its prefill, its decode, or all of it on a colocated instance.
+
+    Parameters
+    ----------
+    key
+        Of the Dask task.
+    prompt_tokens, pool_tokens
+        Length of the prompt, and most tokens whose KV the instance must hold.
+    """
+
+    key: str
+    role: Role
+    prompt_tokens: int
+    pool_tokens: int
+    ticket: int = 0
+    """Order of first arrival; kept when the stage has to run again."""
+    losses: int = 0
+    """Instances lost while this stage was bound to them."""
+    is_convicted: bool = False
+    """It took down one instance after another: it must not run again."""
+    instance: InstanceState | None = None
+
+    @property
+    def is_suspect(self) -> bool:
+        return self.losses > 0
+
+    def blocks_on(self, instance: InstanceState) -> int:
+        return blocks_for(self.pool_tokens, instance.block_size)
+
+
+class DispatchState:
+    """Instances, the stages bound to them, and the stages that wait.
+
+    A stage that was bound to a lost instance is a suspect: it may have brought the instance
+    down. Suspects run at most one per instance, beside others, so that a second loss names the
+    culprit and spares everybody else.
+
+    Parameters
+    ----------
+    max_losses
+        Instances that a stage may lose, the last one while on probation, before it is convicted.
+    """
+
+    def __init__(self, max_losses: int) -> None:
+        self._max_losses = max_losses
+        self.instances: dict[str, InstanceState] = {}
+        self.stages: dict[str, Stage] = {}
+        self._by_role: dict[Role, list[InstanceState]] = {role: [] for role in Role}
+        self._waiting: dict[Role, SortedDict] = {role: SortedDict() for role in Role}
+        self._suspects: dict[Role, SortedDict] = {role: SortedDict() for role in Role}
+        self._held: dict[str, tuple[InstanceState, int]] = {}
+        self._tickets = itertools.count()
+
+    def add_instance(self, instance: InstanceState) -> None:
+        """An instance is ready for requests."""
+        self.instances[instance.address] = instance
+        self._by_role[instance.role].append(instance)
+
+    def remove_instance(self, address: str, is_loss: bool) -> None:
+        """An instance is gone; what was bound to it is unbound and keeps its ticket.
+
+        Parameters
+        ----------
+        is_loss
+            It went without notice, so what was bound to it is suspected from now on.
+        """
+        instance = self.instances.pop(address, None)
+        if instance is None:
+            return
+        self._by_role[instance.role].remove(instance)
+        for key in [k for k, (home, _) in self._held.items() if home is instance]:
+            del self._held[key]
+        for stage in instance.bound.values():
+            stage.instance = None
+            stage.losses += is_loss
+            stage.is_convicted = (
+                is_loss and instance.on_probation is stage and stage.losses >= self._max_losses
+            )
+
+    def instances_of(self, role: Role) -> list[InstanceState]:
+        return self._by_role[role]
+
+    def waiting(self, role: Role) -> list[Stage]:
+        """Stages that wait for room, suspects first, in the order they are served."""
+        return [*self._suspects[role].values(), *self._waiting[role].values()]
+
+    def num_waiting(self, role: Role) -> int:
+        return len(self._suspects[role]) + len(self._waiting[role])
+
+    def arrive(self, stage: Stage) -> Stage:
+        """A stage can run now: it waits for `next_binding`. A known one keeps its ticket."""
+        known = self.stages.get(stage.key)
+        if known is None:
+            stage.ticket = next(self._tickets)
+            self.stages[stage.key] = known = stage
+        if known.instance is None:
+            queue = self._suspects if known.is_suspect else self._waiting
+            queue[known.role][known.ticket] = known
+        return known
+
+    def withdraw(self, key: str) -> None:
+        """A stage neither runs nor waits any more, but may come back."""
+        stage = self.stages.get(key)
+        if stage is None:
+            return
+        self._dequeue(stage)
+        if stage.instance is not None:
+            self._unbind(stage, stage.instance)
+
+    def leave(self, key: str) -> None:
+        """A stage is over: forget it and free its room."""
+        self.withdraw(key)
+        self.stages.pop(key, None)
+
+    def hold(self, key: str, address: str, pool_tokens: int) -> None:
+        """Finished KV of the prefill stage ``key`` stays on its instance until `let_go`."""
+        instance = self.instances.get(address)
+        if instance is not None:
+            blocks = blocks_for(pool_tokens, instance.block_size)
+            self._held[key] = (instance, blocks)
+            instance.used_blocks += blocks
+
+    def let_go(self, key: str) -> None:
+        """The KV of a prefill stage is being pulled, or is freed."""
+        held = self._held.pop(key, None)
+        if held is not None:
+            instance, blocks = held
+            instance.used_blocks -= blocks
+
+    def held_blocks(self, instance: InstanceState) -> int:
+        """KV blocks of finished prefills that wait on an instance."""
+        return sum(blocks for home, blocks in self._held.values() if home is instance)
+
+    def next_binding(self, role: Role) -> tuple[Stage, InstanceState] | None:
+        """Bind the next stage that an instance has room for; None when all wait on.
+
+        First come first served: a stage that needs more room than there is holds up those
+        behind it, so that it is never starved by smaller ones. A suspect that waits for its turn
+        alone does not hold up the others.
+        """
+        suspect = next(iter(self._suspects[role].values()), None)
+        if suspect is not None:
+            free = [i for i in self._by_role[role] if i.on_probation is None and i.is_accepting]
+            chosen = choose(suspect, free)
+            if chosen is not None:
+                return self._bind(suspect, chosen)
+            if free:
+                return None
+        stage = next(iter(self._waiting[role].values()), None)
+        chosen = choose(stage, self._by_role[role]) if stage is not None else None
+        return self._bind(stage, chosen) if chosen is not None else None
+
+    def clear(self, stage: Stage) -> None:
+        """A suspect has proved itself: the next one may run on its instance."""
+        if stage.instance is not None and stage.instance.on_probation is stage:
+            stage.instance.on_probation = None
+
+    def _bind(self, stage: Stage, instance: InstanceState) -> tuple[Stage, InstanceState]:
+        self._dequeue(stage)
+        stage.instance = instance
+        instance.bound[stage.key] = stage
+        instance.queued_tokens += stage.prompt_tokens
+        instance.used_blocks += stage.blocks_on(instance)
+        if stage.is_suspect:
+            instance.on_probation = stage
+        return stage, instance
+
+    def _unbind(self, stage: Stage, instance: InstanceState) -> None:
+        del instance.bound[stage.key]
+        instance.queued_tokens -= stage.prompt_tokens
+        instance.used_blocks -= stage.blocks_on(instance)
+        if instance.on_probation is stage:
+            instance.on_probation = None
+        stage.instance = None
+
+    def _dequeue(self, stage: Stage) -> None:
+        self._waiting[stage.role].pop(stage.ticket, None)
+        self._suspects[stage.role].pop(stage.ticket, None)
+
+
+def choose(stage: Stage, candidates: list[InstanceState]) -> InstanceState | None:
+    """The instance for a stage among those with room; None when none has any."""
+    candidates = [i for i in candidates if i.is_accepting]
+    if stage.role is Role.PREFILL:
+        roomy = [
+            i
+            for i in candidates
+            if len(i.bound) < i.slots and i.used_blocks + stage.blocks_on(i) <= i.num_blocks
+        ]
+        index = shortest_queue([i.queued_tokens for i in roomy], [len(i.bound) for i in roomy])
+        return None if index == NONE else roomy[index]
+    if not candidates:
+        return None
+    index = least_loaded(
+        [i.used_blocks for i in candidates],
+        [i.num_blocks for i in candidates],
+        [len(i.bound) for i in candidates],
+        [i.slots for i in candidates],
+        max(stage.blocks_on(i) for i in candidates),
+    )
+    return None if index == NONE else candidates[index]

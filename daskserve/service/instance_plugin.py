@@ -1,0 +1,195 @@
+"""The worker's side: an engine on every worker that carries a role as a Dask resource.
+
+The only module that knows both Dask and the engine. The plugin loads the instance beside the
+running worker, reports to the scheduler, answers KV pulls, and aborts what Dask cancels.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from distributed import Worker
+from distributed.diagnostics.plugin import WorkerPlugin
+
+from daskserve.config import ServiceSettings
+from daskserve.core.instance import EngineConfig, Role
+from daskserve.core.kv import KVHandle
+from daskserve.core.request import TokenDelta
+from daskserve.errors import DaskserveError, InstanceLost
+from daskserve.service.clock import clock_offset_s
+from daskserve.service.kv_pull import OPERATION, KVServer, pull
+from daskserve.service.members import FAILED, LOADING, LOST, READY, Report
+from daskserve.service.names import (
+    CLOCK,
+    FREE_KV,
+    INSTANCE_PLUGIN,
+    KEEP_KV,
+    LOAD,
+    REPORT,
+    request_id_of,
+    role_of,
+)
+from daskserve.service.token_sender import TokenSenders
+
+if TYPE_CHECKING:
+    from daskserve.workers.instance import Instance
+
+logger = logging.getLogger(__name__)
+
+
+class InstancePlugin(WorkerPlugin):
+    """Runs one instance on the worker; does nothing on workers without a role.
+
+    Parameters
+    ----------
+    config
+        The engine to build.
+    settings
+        Time limits of KV pulls.
+    """
+
+    name = INSTANCE_PLUGIN
+    idempotent = True
+
+    def __init__(self, config: EngineConfig, settings: ServiceSettings) -> None:
+        self._config = config
+        self._settings = settings
+        self._instance: Instance | None = None
+
+    async def setup(self, worker: Worker) -> None:
+        self._worker = worker
+        self._role = role_of(worker.state.total_resources)
+        if self._role is None:
+            return
+        self._tokens = TokenSenders(worker.security)
+        self._has_failed = False
+        worker.handlers[LOAD] = self._load_counters
+        worker.stream_handlers[FREE_KV] = self._free_kv
+        worker.stream_handlers[KEEP_KV] = self._keep_kv
+        self._report(LOADING)
+        # Beside the worker's start: a large model takes longer than Dask waits for a worker.
+        self._loading = asyncio.create_task(self._load())
+
+    async def teardown(self, worker: Worker) -> None:
+        if self._role is None:
+            return
+        self._has_failed = True  # nothing to report any more
+        self._loading.cancel()
+        await asyncio.wait([self._loading])
+        for name in (LOAD, OPERATION):
+            worker.handlers.pop(name, None)
+        await self._tokens.close()
+        if self._instance is not None:
+            await self._instance.close()
+
+    def transition(self, key: Any, start: str, finish: str, **kwargs: Any) -> None:
+        """Dask lets a cancelled coroutine run on; here its request is aborted."""
+        if start == "executing" and finish == "released" and self._instance is not None:
+            request_id = request_id_of(key)
+            if request_id is not None:
+                self._instance.abort(request_id)
+
+    # For the tasks.
+
+    @property
+    def address(self) -> str:
+        return self._worker.contact_address or self._worker.address
+
+    async def instance(self) -> Instance:
+        """The engine, once it is loaded; InstanceLost when it never will be."""
+        if self._instance is None:
+            await asyncio.wait([self._loading], timeout=self._settings.start_timeout_s)
+            if self._instance is None:
+                raise InstanceLost(f"{self._worker.address} has no instance")
+        return self._instance
+
+    def is_cancelled(self, key: str) -> bool:
+        """Whether Dask cancelled a task before its coroutine began."""
+        ts = self._worker.state.tasks.get(key)
+        return ts is None or ts.state == "cancelled"
+
+    async def pull(self, handle: KVHandle, views: list[memoryview]) -> None:
+        """Fetch the KV of a prefill into pages of this instance (KVUnavailable)."""
+        await pull(
+            self._worker.rpc,
+            handle,
+            views,
+            connect_timeout_s=self._settings.pull_connect_timeout_s,
+            stall_timeout_s=self._settings.pull_stall_timeout_s,
+        )
+
+    def on_token(self, token_sink: str | None) -> Callable[[TokenDelta], None] | None:
+        """Where the tokens of a request go as they come; None when nobody listens."""
+        return None if token_sink is None else self._tokens.to(token_sink)
+
+    def lose(self, error: InstanceLost) -> None:
+        """The engine died: have the worker process replaced, with all that runs on it."""
+        if self._has_failed:
+            return
+        self._has_failed = True
+        logger.error("the instance on %s is lost: %s", self._worker.address, error)
+        self._report(LOST, error=str(error))
+        self._worker.loop.add_callback(
+            self._worker.close, nanny=False, executor_wait=False, reason="daskserve-instance-lost"
+        )
+
+    async def _load(self) -> None:
+        try:
+            instance = await asyncio.to_thread(_build, self._role, self._config)
+            instance.clock_offset_s = await clock_offset_s(getattr(self._worker.scheduler, CLOCK))
+        except Exception as error:
+            is_ours = isinstance(error, DaskserveError)
+            text = str(error) if is_ours else f"{type(error).__name__}: {error}"
+            logger.error("the instance on %s failed to load: %s", self._worker.address, text)
+            self._report(FAILED, error=text)
+            return
+        self._instance = instance
+        server = KVServer(
+            self.address, instance.export, instance.release, self._settings.pull_stall_timeout_s
+        )
+        if self._role is Role.PREFILL:
+            self._worker.handlers[OPERATION] = server.handle
+        self._report(READY, info=asdict(instance.info))
+
+    def _report(self, status: str, info: dict[str, Any] | None = None, error: str = "") -> None:
+        report = Report(
+            status=status,
+            role=self._role.value,
+            slots=int(self._worker.state.total_resources[self._role.value]),
+            config_id=config_id(self._config),
+            info=info or {},
+            error=error,
+        )
+        self._worker.batched_send({"op": REPORT, "report": asdict(report)})
+
+    # Handlers.
+
+    async def _load_counters(self) -> dict[str, int]:
+        return asdict(self._instance.load()) if self._instance is not None else {}
+
+    def _free_kv(self, request_id: str) -> None:
+        if self._instance is not None:
+            self._instance.abort(request_id)
+
+    def _keep_kv(self, request_ids: list[str]) -> None:
+        if self._instance is not None:
+            self._instance.keep(request_ids)
+
+
+def config_id(config: EngineConfig) -> str:
+    """Tells configurations apart: services on one scheduler share its instances."""
+    return hashlib.sha256(repr(config).encode()).hexdigest()[:16]
+
+
+def _build(role: Role, config: EngineConfig) -> Instance:
+    # Here, so that neither the scheduler nor the client imports torch.
+    from daskserve.workers.instance import Instance
+
+    instance = Instance(role, config)
+    instance.start()
+    return instance

@@ -1,0 +1,218 @@
+"""KV from the instance that prefilled to the instance that decodes, on a pooled Dask connection.
+
+The puller calls a worker RPC and shows its handle. After a positive answer the pages follow as
+raw bytes on the same connection, straight from the holder's pool into the puller's; where a
+transport has no byte stream (UCX, in-process) they travel as messages of byte arrays. When all
+have arrived the puller says so and the holder frees its pages. Whatever goes wrong becomes
+``KVUnavailable`` within the deadline, and the prompt is computed again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator
+from typing import TypeVar
+
+import numpy as np
+from distributed.comm import Comm
+from distributed.core import CommClosedError, ConnectionPool, Status
+from distributed.protocol import to_serialize
+from tornado.iostream import IOStream
+
+from daskserve.core.kv import KVHandle
+from daskserve.errors import KVUnavailable
+from daskserve.service.kv_wire import (
+    DONE,
+    Answer,
+    pack_answer,
+    pack_ask,
+    unpack_answer,
+    unpack_ask,
+)
+
+OPERATION = "daskserve-kv-pull"
+"""Name of the worker handler."""
+
+_PIECE_BYTES = 4 * 2**20  # between two looks at the deadline
+_PLAIN = ["msgpack"]
+_ARRAYS = ["dask", "msgpack"]
+
+T = TypeVar("T")
+Export = Callable[[KVHandle], list[memoryview]]
+Release = Callable[[str, bytes], None]
+
+
+async def pull(
+    pool: ConnectionPool,
+    handle: KVHandle,
+    destination: list[memoryview],
+    *,
+    connect_timeout_s: float,
+    stall_timeout_s: float,
+) -> None:
+    """Fill ``destination`` with the KV that ``handle`` names.
+
+    Parameters
+    ----------
+    pool
+        The worker's connections (``worker.rpc``).
+    handle
+        What the prefill returned.
+    destination
+        Writable bytes in the order of the holder's pages. Nothing writes to them once this has
+        returned, raised or been cancelled.
+    connect_timeout_s, stall_timeout_s
+        Most seconds to reach the holder, and without any progress.
+
+    Raises
+    ------
+    KVUnavailable
+        Refused, unreachable, stalled or broken off.
+    """
+    address = handle.instance_address
+    try:
+        async with asyncio.timeout(connect_timeout_s):
+            comm = await pool.connect(address, timeout=connect_timeout_s)
+    except OSError as error:
+        raise KVUnavailable(f"cannot reach {address}: {error}") from error
+    is_clean = False
+    try:
+        await _receive(comm, handle, destination, stall_timeout_s)
+        is_clean = True
+    except _Refused as refusal:
+        is_clean = True
+        raise KVUnavailable(f"{address} refused: {refusal}") from None
+    except OSError as error:  # closed connections and timeouts too
+        raise KVUnavailable(f"the KV pull from {address} broke off: {error!r}") from error
+    finally:
+        if not is_clean:
+            # Closes the socket at once, so that nothing writes to the pages any more.
+            comm.abort()
+        pool.reuse(address, comm)
+
+
+class _Refused(Exception):
+    pass
+
+
+async def _receive(
+    comm: Comm, handle: KVHandle, destination: list[memoryview], stall_s: float
+) -> None:
+    num_bytes = sum(view.nbytes for view in destination)
+    ask = {"op": OPERATION, "ask": pack_ask(handle, num_bytes)}
+    await _soon(comm.write(ask, serializers=_PLAIN), stall_s)
+    answer = unpack_answer(await _soon(comm.read(deserializers=_PLAIN), stall_s))
+    if answer.reason is not None:
+        raise _Refused(answer.reason)
+    if answer.num_bytes != num_bytes:
+        raise KVUnavailable(f"{answer.num_bytes} bytes offered for {num_bytes}")
+    if answer.is_raw:
+        stream = _byte_stream(comm)
+        if stream is None:
+            raise KVUnavailable("raw bytes offered on a connection without a byte stream")
+        for piece in _pieces(destination):
+            await _soon(stream.read_into(piece), stall_s)
+    else:
+        await _receive_messages(comm, destination, stall_s)
+    await _soon(comm.write(DONE, serializers=_PLAIN), stall_s)
+
+
+async def _receive_messages(comm: Comm, destination: list[memoryview], stall_s: float) -> None:
+    """Pieces as arrays, cut without regard to the bounds of our pages."""
+    data = np.empty(0, np.uint8)
+    for view in destination:
+        target = np.frombuffer(view, np.uint8)
+        while target.size:
+            if not data.size:
+                data = _checked_array(await _soon(comm.read(deserializers=_ARRAYS), stall_s))
+            size = min(target.size, data.size)
+            target[:size] = data[:size]
+            target, data = target[size:], data[size:]
+    if data.size:
+        raise KVUnavailable("more KV than was asked for")
+
+
+def _checked_array(message: object) -> np.ndarray:
+    data = message.get("kv") if isinstance(message, dict) else None
+    if (
+        not isinstance(data, np.ndarray)
+        or data.dtype != np.uint8
+        or data.ndim != 1
+        or not data.size
+    ):
+        raise KVUnavailable("a piece of KV that is not plain bytes")
+    return data
+
+
+class KVServer:
+    """The holder's side: a worker handler that answers pulls.
+
+    Parameters
+    ----------
+    address
+        Of this worker, as in the handles it gave out.
+    export
+        Gives the pinned bytes of a handle, or raises ``KVUnavailable``.
+    release
+        Frees them; called when a puller has them all.
+    stall_timeout_s
+        A puller that takes nothing for so long is dropped.
+    """
+
+    def __init__(
+        self, address: str, export: Export, release: Release, stall_timeout_s: float
+    ) -> None:
+        self._address = address
+        self._export = export
+        self._release = release
+        self._stall_s = stall_timeout_s
+
+    async def handle(self, comm: Comm, ask: object = None) -> Status:
+        """Answer one pull on its connection."""
+        try:
+            asked = unpack_ask(ask, self._address)
+            views = self._export(asked.handle)
+            held = sum(view.nbytes for view in views)
+            if held != asked.num_bytes:
+                raise KVUnavailable(f"{asked.num_bytes} bytes asked of {held}")
+        except KVUnavailable as refusal:
+            await comm.write(pack_answer(Answer(reason=str(refusal))), serializers=_PLAIN)
+            return Status.dont_reply
+        try:
+            await self._send(comm, views, held)
+        except OSError as error:
+            comm.abort()
+            raise CommClosedError(f"a KV pull broke off: {error!r}") from error
+        self._release(asked.handle.request_id, asked.handle.secret)
+        return Status.dont_reply
+
+    async def _send(self, comm: Comm, views: list[memoryview], num_bytes: int) -> None:
+        stream = _byte_stream(comm)
+        answer = Answer(num_bytes, is_raw=stream is not None)
+        await _soon(comm.write(pack_answer(answer), serializers=_PLAIN), self._stall_s)
+        if stream is not None:
+            for piece in _pieces(views):
+                await _soon(stream.write(piece), self._stall_s)
+        else:
+            for piece in _pieces(views):
+                message = {"kv": to_serialize(np.frombuffer(piece, np.uint8))}
+                await _soon(comm.write(message, serializers=_ARRAYS), self._stall_s)
+        if await _soon(comm.read(deserializers=_PLAIN), self._stall_s) != DONE:
+            raise CommClosedError("the puller did not confirm")
+
+
+def _byte_stream(comm: Comm) -> IOStream | None:
+    """The socket below a TCP or TLS connection, to read into memory that exists already."""
+    stream = getattr(comm, "stream", None)
+    return stream if isinstance(stream, IOStream) else None
+
+
+def _pieces(views: list[memoryview]) -> Iterator[memoryview]:
+    for view in views:
+        for start in range(0, view.nbytes, _PIECE_BYTES):
+            yield view[start : start + _PIECE_BYTES]
+
+
+async def _soon(awaitable: Awaitable[T], timeout_s: float) -> T:
+    async with asyncio.timeout(timeout_s):
+        return await awaitable

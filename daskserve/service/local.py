@@ -1,0 +1,161 @@
+"""A cluster of our own on this machine: one process and its own cores per instance."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from distributed import Nanny, Scheduler, SpecCluster, Worker
+from distributed.diagnostics.plugin import WorkerPlugin
+
+from daskserve.config import ServiceSettings
+from daskserve.core.instance import EngineConfig, Role
+from daskserve.errors import ConfigError
+
+_HOST = "127.0.0.1"
+_THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+
+Cores = Sequence[Sequence[int]] | str | None
+
+
+class CoreAffinity(WorkerPlugin):
+    """Keeps a worker process, its later threads included, on its cores."""
+
+    name = "daskserve-core-affinity"
+
+    def __init__(self, cores: Sequence[int]) -> None:
+        self._cores = cores
+
+    def setup(self, worker: Worker) -> None:
+        # Threads that run already do not follow the process: move each of them.
+        for thread in os.listdir("/proc/self/task"):
+            os.sched_setaffinity(int(thread), self._cores)
+
+
+def local_cluster(
+    instances: dict[Role, int],
+    config: EngineConfig,
+    settings: ServiceSettings,
+    cores: Cores,
+    asynchronous: bool,
+) -> SpecCluster:
+    """Scheduler and workers on loopback, dashboard off unless an address is set.
+
+    Start it under `own_cluster_config`.
+
+    Parameters
+    ----------
+    instances
+        How many of each role.
+    cores
+        ``"auto"`` shares this process's cores out, a list gives each instance its own (prefill
+        first, then decode, then colocated), None binds to none.
+    asynchronous
+        For use inside a running event loop.
+
+    Raises
+    ------
+    ConfigError
+        Nothing to start, or a list of cores that does not match.
+    """
+    roles = [role for role in Role for _ in range(instances.get(role, 0))]
+    has_prefill, has_decode = Role.PREFILL in roles, Role.DECODE in roles
+    if not roles or has_prefill != has_decode:
+        raise ConfigError(
+            "an own cluster needs prefill and decode instances, or colocated ones; asked for "
+            + ", ".join(f"{role.value.lower()}={instances.get(role, 0)}" for role in Role)
+        )
+    workers = {
+        f"{role.value.lower()}-{index}": _worker(role, config, settings, own_cores)
+        for index, (role, own_cores) in enumerate(
+            zip(roles, _share(cores, len(roles)), strict=True)
+        )
+    }
+    scheduler = {
+        "cls": Scheduler,
+        "options": {
+            "host": _HOST,
+            "port": 0,
+            "dashboard": settings.dashboard_address is not None,
+            "dashboard_address": settings.dashboard_address or f"{_HOST}:0",
+        },
+    }
+    return SpecCluster(
+        workers=workers,
+        scheduler=scheduler,
+        asynchronous=asynchronous,
+        silence_logs=logging.WARNING,
+    )
+
+
+def own_cluster_config(dashboard_address: str | None) -> dict[str, Any]:
+    """Dask settings for a scheduler that serves nobody but us."""
+    origins = [dashboard_address] if dashboard_address else []
+    return {
+        # Copies of prefill results must stay where the KV is; nothing else lives here.
+        "distributed.scheduler.active-memory-manager.start": False,
+        "distributed.scheduler.work-stealing": False,
+        "distributed.scheduler.dashboard.bokeh-application.allow_websocket_origin": origins,
+    }
+
+
+def num_slots(role: Role, config: EngineConfig, settings: ServiceSettings) -> int:
+    """Tasks that an instance runs at once: its queue and its batch."""
+    if role is Role.PREFILL:
+        return settings.prefill_slots
+    if role is Role.DECODE:
+        return config.max_batch_size
+    return config.max_batch_size + settings.prefill_slots
+
+
+def _worker(
+    role: Role, config: EngineConfig, settings: ServiceSettings, cores: Sequence[int] | None
+) -> dict[str, Any]:
+    slots = num_slots(role, config, settings)
+    num_threads = config.num_threads or (len(cores) if cores else os.cpu_count() or 1)
+    return {
+        "cls": Nanny,
+        "options": {
+            "host": _HOST,
+            "nthreads": slots,
+            "resources": {role.value: slots},
+            "memory_limit": 0,  # the KV pool is ours to watch, Dask would take it for a leak
+            "dashboard": False,
+            "dashboard_address": f"{_HOST}:0",
+            "env": dict.fromkeys(_THREAD_VARIABLES, str(num_threads)),
+            "plugins": (CoreAffinity(cores),) if cores else (),
+            "silence_logs": logging.WARNING,
+        },
+    }
+
+
+def _share(cores: Cores, count: int) -> list[Sequence[int] | None]:
+    if cores is None:
+        return [None] * count
+    if cores == "auto":
+        return _auto_share(count)
+    if isinstance(cores, str) or len(cores) != count:
+        raise ConfigError(f"cores={cores!r} must be 'auto', None or {count} lists of core numbers")
+    allowed = _allowed_cores()
+    for own in cores:
+        if not own or not set(own) <= set(allowed):
+            raise ConfigError(f"cores={list(own)!r} must be some of {allowed}")
+    return [tuple(own) for own in cores]
+
+
+def _auto_share(count: int) -> list[Sequence[int] | None]:
+    if not hasattr(os, "sched_getaffinity"):
+        return [None] * count
+    allowed = _allowed_cores()
+    if len(allowed) < count:
+        return [(allowed[index % len(allowed)],) for index in range(count)]
+    bounds = [len(allowed) * index // count for index in range(count + 1)]
+    return [tuple(allowed[bounds[i] : bounds[i + 1]]) for i in range(count)]
+
+
+def _allowed_cores() -> list[int]:
+    if not hasattr(os, "sched_getaffinity"):
+        raise ConfigError("cores= needs Linux; use cores=None here")
+    return sorted(os.sched_getaffinity(0))

@@ -1,0 +1,231 @@
+"""The scheduler's list of instances and services, and what must happen from time to time.
+
+Workers report when they load, are ready, or failed; requests that wait for an instance that
+never comes are failed here with the reason.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from distributed import Scheduler
+from tornado.ioloop import PeriodicCallback
+
+from daskserve.config import ServiceSettings
+from daskserve.core.instance import Role
+from daskserve.errors import ClusterError, DaskserveError, ModelError, NeverFits
+from daskserve.service.dispatch_state import DispatchState, InstanceState, Stage
+from daskserve.service.names import (
+    ATTACH,
+    CLOCK,
+    DETACH,
+    DISPATCH_PLUGIN,
+    INSTANCE_PLUGIN,
+    KEEP_KV,
+    REPORT,
+    STATUS,
+    role_of,
+)
+
+_TICK_S = 0.25
+
+LOADING, READY, FAILED, LOST = "loading", "ready", "failed", "lost"
+"""What a worker reports of its instance."""
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What a worker says of its instance.
+
+    ``info`` holds the fields of ``InstanceInfo`` once it is ready, ``error`` the reason of a
+    failure.
+    """
+
+    status: str
+    role: str
+    slots: int
+    config_id: str
+    info: dict[str, Any] = field(default_factory=dict)
+    error: str = ""
+
+
+class Dispatch(Protocol):
+    """What the members ask of the dispatch plugin."""
+
+    state: DispatchState
+
+    def wake(self) -> None: ...
+    def lose(self, address: str, is_loss: bool) -> None: ...
+    def doom(self, stages: list[Stage], error: DaskserveError) -> None: ...
+    def homes(self) -> dict[str, list[str]]: ...
+    def describe(self) -> dict[str, Any]: ...
+
+
+class Members:
+    """Instances by address and attached services, with the handlers they call.
+
+    Parameters
+    ----------
+    scheduler
+        Gets handlers, named after us, and one periodic callback.
+    settings
+        Waiting times.
+    dispatch
+        Told about instances that come and go.
+    """
+
+    def __init__(self, scheduler: Scheduler, settings: ServiceSettings, dispatch: Dispatch) -> None:
+        self._scheduler = scheduler
+        self._settings = settings
+        self._dispatch = dispatch
+        self._reports: dict[str, Report] = {}
+        self._services: set[str] = set()
+        self._missing_since: dict[Role, float] = {}
+        self._kept_at = time.monotonic()
+        self._tick_callback = PeriodicCallback(self._tick, _TICK_S * 1000)
+
+    def start(self) -> None:
+        self._scheduler.handlers.update(
+            {
+                STATUS: self._status,
+                CLOCK: self._clock,
+                ATTACH: self._attach,
+                DETACH: self._detach,
+            }
+        )
+        self._scheduler.stream_handlers[REPORT] = self._on_report
+        self._scheduler.periodic_callbacks[DISPATCH_PLUGIN] = self._tick_callback
+        self._tick_callback.start()
+
+    def stop(self) -> None:
+        self._tick_callback.stop()
+
+    async def _uninstall(self) -> None:
+        """The last service has left: the instances go, and we with them."""
+        self.stop()
+        await self._scheduler.unregister_worker_plugin(None, INSTANCE_PLUGIN)
+        # The stream handler stays: a late report would otherwise cut a worker off.
+        for name in (STATUS, CLOCK, ATTACH, DETACH):
+            self._scheduler.handlers.pop(name, None)
+        self._scheduler.periodic_callbacks.pop(DISPATCH_PLUGIN, None)
+        self._scheduler.remove_plugin(DISPATCH_PLUGIN)
+
+    def forget(self, address: str) -> None:
+        self._reports.pop(address, None)
+
+    def clear(self) -> None:
+        self._reports.clear()
+        self._missing_since.clear()
+
+    # Handlers. Async, so that they run in the scheduler's event loop.
+
+    async def _status(self) -> dict[str, Any]:
+        instances = [
+            {
+                "address": address,
+                "status": report.status,
+                "role": report.role,
+                "slots": report.slots,
+                "config_id": report.config_id,
+                "info": report.info,
+                "error": report.error,
+            }
+            for address, report in self._reports.items()
+        ]
+        roles = {ws.address: role_of(ws.resources) for ws in self._scheduler.workers.values()}
+        return {
+            "workers": {address: role.value for address, role in roles.items() if role},
+            "instances": instances,
+            "dispatch": self._dispatch.describe(),
+        }
+
+    async def _clock(self) -> float:
+        return time.monotonic()
+
+    async def _attach(self, service: str) -> None:
+        self._services.add(service)
+
+    async def _detach(self, service: str) -> None:
+        self._services.discard(service)
+        if not self._services:
+            await self._uninstall()
+
+    def _on_report(self, report: dict[str, Any], worker: str, **kwargs: Any) -> None:
+        said = Report(**report)
+        if worker not in self._scheduler.workers:
+            return
+        if said.status == LOST:
+            self._dispatch.lose(worker, is_loss=True)
+        self._reports[worker] = said
+        if said.status == READY:
+            self._dispatch.state.add_instance(
+                InstanceState(
+                    address=worker,
+                    role=Role(said.role),
+                    slots=said.slots,
+                    num_blocks=said.info["num_kv_blocks"],
+                    block_size=said.info["block_size"],
+                )
+            )
+        self._dispatch.wake()
+
+    # From time to time.
+
+    def _tick(self) -> None:
+        now = time.monotonic()
+        for role in Role:
+            if self._dispatch.state.num_waiting(role):
+                self._look_after(role, now)
+                self._dispatch.wake()  # a paused worker may have come back
+            else:
+                self._missing_since.pop(role, None)
+        if now - self._kept_at >= self._settings.lease_renewal_s:
+            self._kept_at = now
+            self._keep_kv()
+        if self._scheduler.no_workers_timeout is not None:
+            self._renew_parked(now)
+
+    def _look_after(self, role: Role, now: float) -> None:
+        """Fail what waits for an instance that will not come."""
+        of_role = {a: r for a, r in self._reports.items() if r.role == role.value}
+        waiting = self._dispatch.state.waiting(role)
+        instances = self._dispatch.state.instances_of(role)
+        if any(report.status == LOADING for report in of_role.values()):
+            self._missing_since.pop(role, None)
+        elif instances:
+            self._missing_since.pop(role, None)
+            self._refuse_too_large(waiting[0], instances)
+        elif failed := {a: r.error for a, r in of_role.items() if r.status == FAILED}:
+            address, error = next(iter(failed.items()))
+            text = f"no {role.value} instance could load its model; {address}: {error}"
+            self._dispatch.doom(waiting, ModelError(text))
+        elif now - self._missing_since.setdefault(role, now) > self._settings.no_instance_timeout_s:
+            text = (
+                f"no {role.value} instance for {self._settings.no_instance_timeout_s:g} s;"
+                f" start a worker with --resources {role.value}=<slots>"
+            )
+            self._dispatch.doom(waiting, ClusterError(text))
+
+    def _refuse_too_large(self, stage: Stage, instances: list[InstanceState]) -> None:
+        # The largest instance may have gone since the request was accepted.
+        if all(stage.blocks_on(instance) > instance.num_blocks for instance in instances):
+            largest = max(instance.num_blocks for instance in instances)
+            needed = stage.blocks_on(instances[0])
+            text = f"the request needs {needed} KV blocks, the largest instance has {largest}"
+            self._dispatch.doom([stage], NeverFits(text))
+
+    def _keep_kv(self) -> None:
+        for address, request_ids in self._dispatch.homes().items():
+            if address in self._scheduler.workers:
+                message = {"op": KEEP_KV, "request_ids": request_ids}
+                self._scheduler.worker_send(address, message)
+
+    def _renew_parked(self, now: float) -> None:
+        """Parked tasks wait for room, not for workers: keep Dask's own time-out off them."""
+        for role in Role:
+            for stage in self._dispatch.state.waiting(role):
+                ts = self._scheduler.tasks.get(stage.key)
+                if ts is not None and self._scheduler.unrunnable.pop(ts, None) is not None:
+                    self._scheduler.unrunnable[ts] = now

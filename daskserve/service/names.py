@@ -1,0 +1,57 @@
+"""Names that the client, the scheduler and the workers must agree on."""
+
+from __future__ import annotations
+
+from daskserve.core.instance import Role
+
+DISPATCH_PLUGIN = "daskserve-dispatch"
+INSTANCE_PLUGIN = "daskserve-instance"
+
+ANNOTATION = "daskserve"
+"""Task annotation with the sizes of a request, see `sizes`."""
+
+# Scheduler handlers, called by clients and workers.
+STATUS = "daskserve_status"
+CLOCK = "daskserve_clock"
+ATTACH = "daskserve_attach"
+DETACH = "daskserve_detach"
+
+# Messages on the stream from a worker to the scheduler.
+REPORT = "daskserve-report"
+
+# Messages on the stream from the scheduler to a worker.
+FREE_KV = "daskserve-free-kv"
+KEEP_KV = "daskserve-keep-kv"
+
+# Worker handlers.
+LOAD = "daskserve_load"
+
+_PREFILL, _DECODE = "prefill-", "decode-"
+
+
+def prefill_key(request_id: str) -> str:
+    return _PREFILL + request_id
+
+
+def decode_key(request_id: str) -> str:
+    """Key of the task whose result is the completion, on a colocated instance too."""
+    return _DECODE + request_id
+
+
+def request_id_of(key: object) -> str | None:
+    """The request that a task key belongs to; None for other people's keys."""
+    if isinstance(key, str):
+        for prefix in (_PREFILL, _DECODE):
+            if key.startswith(prefix):
+                return key[len(prefix) :]
+    return None
+
+
+def role_of(resources: dict[str, float] | None) -> Role | None:
+    """The role that a task or worker with these Dask resources has."""
+    return next((role for role in Role if role.value in (resources or ())), None)
+
+
+def sizes(prompt_tokens: int, max_tokens: int) -> tuple[int, int]:
+    """What dispatch must know of a request, as an annotation that any serializer carries."""
+    return (prompt_tokens, max_tokens)

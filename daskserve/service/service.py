@@ -1,0 +1,344 @@
+"""The front door: prompts in, ordinary Dask futures of completions out."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import weakref
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import dask
+from distributed import Client, Future, SpecCluster
+from distributed.comm import get_address_host
+
+from daskserve.config import settings
+from daskserve.core.instance import EngineConfig, Role
+from daskserve.core.params import SamplingParams
+from daskserve.core.request import Request
+from daskserve.core.slo import SLO
+from daskserve.errors import ClusterError, ConfigError
+from daskserve.models.catalog import resolve
+from daskserve.service.connection import AddressedInstance, Connection
+from daskserve.service.graph import submit_graph
+from daskserve.service.local import Cores, local_cluster, own_cluster_config
+from daskserve.service.requests import Prompt, RequestMaker
+from daskserve.service.token_stream import TokenListener, TokenStream
+from daskserve.text.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+_MAP_CHUNK = 500  # requests per graph
+
+
+class Service:
+    """LLM inference on a Dask cluster; made by `local` or `attach`.
+
+    A context manager, in synchronous and asynchronous code: with ``asynchronous=True`` (or an
+    asynchronous client) await the service, or use ``async with``, before anything else.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        slo: SLO | None,
+        client: Client | str | None,
+        own: dict[str, Any] | None,
+        asynchronous: bool,
+    ) -> None:
+        self.config = config
+        self.slo = slo
+        self._settings = settings().service
+        self.client: Client | None = client if isinstance(client, Client) else None
+        self._given = client
+        self._own = own
+        self._asynchronous = asynchronous
+        self._cluster: SpecCluster | None = None
+        self._connection: Connection | None = None
+        self._listener: TokenListener | None = None
+        self._futures: weakref.WeakKeyDictionary[Future, Future | None] = (
+            weakref.WeakKeyDictionary()
+        )
+
+    @classmethod
+    def local(
+        cls,
+        prefill: int = 1,
+        decode: int = 1,
+        colocated: int = 0,
+        config: EngineConfig | None = None,
+        *,
+        cores: Cores = "auto",
+        slo: SLO | None = None,
+        asynchronous: bool = False,
+    ) -> Service:
+        """Start a cluster of our own on this machine, on loopback only.
+
+        Parameters
+        ----------
+        prefill, decode, colocated
+            Instances of each role, one process each. Colocated ones serve alone:
+            ``Service.local(prefill=0, decode=0, colocated=2)``.
+        config
+            Engine of every instance.
+        cores
+            ``"auto"`` shares the cores out, a list of lists gives each instance its own
+            (prefill, decode, colocated), None binds to none.
+        slo
+            Limits that batches are measured against.
+        asynchronous
+            For use inside an event loop.
+
+        Raises
+        ------
+        ConfigError, ModelError, ClusterError
+            Wrong numbers or cores; the model cannot be loaded; instances do not start.
+        """
+        counts = {Role.PREFILL: prefill, Role.DECODE: decode, Role.COLOCATED: colocated}
+        own = {"instances": counts, "cores": cores}
+        return cls(config or EngineConfig(), slo, None, own, asynchronous)._opened()
+
+    @classmethod
+    def attach(
+        cls,
+        client: Client | str,
+        config: EngineConfig | None = None,
+        *,
+        slo: SLO | None = None,
+        asynchronous: bool = False,
+    ) -> Service:
+        """Use a scheduler that exists, with workers started with role resources.
+
+        Nothing global changes on it; when the last service closes, its instances go too.
+
+        Parameters
+        ----------
+        client
+            A client (its mode, synchronous or not, becomes ours) or a scheduler's address.
+        config
+            Engine of every instance; the same for all services on a scheduler.
+        slo, asynchronous
+            As for `local`.
+
+        Raises
+        ------
+        ModelError, ClusterError
+            The model cannot be loaded; workers or roles are missing.
+        """
+        if isinstance(client, Client):
+            asynchronous = client.asynchronous
+        return cls(config or EngineConfig(), slo, client, None, asynchronous)._opened()
+
+    # Requests.
+
+    def validate(self, prompt: Prompt, params: SamplingParams | None = None) -> Request:
+        """Tokenize and check a prompt (RequestError): the request that `submit` would send."""
+        roles = (Role.COLOCATED,) if self._is_colocated else (Role.PREFILL, Role.DECODE)
+        instances = [i.info for i in self._connection.instances if i.info.role in roles]
+        return self._maker.make(prompt, params or SamplingParams(), instances)
+
+    def submit(self, prompt: Prompt, params: SamplingParams | None = None) -> Future:
+        """A future of the `Completion`; its key is ``decode-<request id>`` (RequestError)."""
+        return self.submit_requests([self.validate(prompt, params)])[0]
+
+    def map(self, prompts: Iterable[Prompt], params: SamplingParams | None = None) -> list[Future]:
+        """Futures for many prompts; a wrong prompt raises before any is sent (RequestError).
+
+        All of them are in flight at once: for long files use `daskserve.run_batch`, whose
+        window bounds memory.
+        """
+        return self.submit_requests([self.validate(prompt, params) for prompt in prompts])
+
+    def submit_requests(self, requests: Sequence[Request]) -> list[Future]:
+        """Send validated requests, in order, in as few messages as is sensible."""
+        offset_s = self._connection.clock_offset_s
+        if offset_s:
+            requests = [replace(r, submitted_at=r.submitted_at + offset_s) for r in requests]
+        futures: list[Future] = []
+        for start in range(0, len(requests), _MAP_CHUNK):
+            chunk = requests[start : start + _MAP_CHUNK]
+            for future, prefill in submit_graph(self.client, chunk, self._is_colocated):
+                self._futures[future] = prefill
+                futures.append(future)
+        return futures
+
+    def prefill_future(self, future: Future) -> Future:
+        """The ``prefill-<request id>`` future that belongs to a future of this service."""
+        prefill = self._futures.get(future)
+        if prefill is None:
+            raise ConfigError(f"{future.key} has no prefill of its own here")
+        return prefill
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> TokenStream:
+        """Tokens as they are made, straight from the instances (RequestError).
+
+        Iterate with ``async for`` or ``for``; dropping the stream cancels the request.
+        """
+        request = self.validate(prompt, params)
+        request = replace(request, token_sink=self._listener.address())
+        # The stream must not be kept alive by what feeds it: dropping it cancels.
+        [future] = self.submit_requests([request])
+        client = self.client
+        stream = TokenStream(lambda: _cancel_soon(client, future))
+        self._listener.add(request.request_id, stream)
+        client.loop.add_callback(_watch, future, weakref.ref(stream))
+        return stream
+
+    # What runs.
+
+    def info(self) -> Any:
+        """The ready instances: address and `InstanceInfo` of each."""
+        return self.client.sync(self._info)
+
+    def load(self) -> Any:
+        """`InstanceLoad` of every ready instance by address."""
+        return self.client.sync(self._connection.load)
+
+    def status(self) -> Any:
+        """What the scheduler knows of instances and waiting requests, for display."""
+        return self.client.sync(self._connection.refresh)
+
+    def close(self) -> Any:
+        """Cancel what is in flight and leave; an own cluster stops."""
+        if self._asynchronous:
+            return self._close()
+        client = self.client
+        if client is not None and client.status != "closed":
+            client.sync(self._leave)
+            if client is not self._given:
+                client.close()
+        if self._cluster is not None:
+            self._cluster.close()
+        return None
+
+    def __enter__(self) -> Service:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def __await__(self) -> Generator[Any, None, Service]:
+        return self._open().__await__()
+
+    async def __aenter__(self) -> Service:
+        return await self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self._close()
+
+    def __repr__(self) -> str:
+        return f"<Service {self.config.model} on {self.client!r}>"
+
+    # Opening and closing.
+
+    def _opened(self) -> Service:
+        if self._asynchronous:
+            return self
+        try:
+            self._maker = _request_maker(self.config)
+            if self._own is not None:
+                with dask.config.set(own_cluster_config(self._settings.dashboard_address)):
+                    self._cluster = self._new_cluster()
+            if self.client is None:
+                with _clear_connection_errors(self._given):
+                    self.client = Client(self._cluster or self._given, set_as_default=False)
+            self.client.sync(self._join)
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    async def _open(self) -> Service:
+        if self._connection is not None:
+            return self
+        try:
+            self._maker = await asyncio.to_thread(_request_maker, self.config)
+            if self._own is not None:
+                with dask.config.set(own_cluster_config(self._settings.dashboard_address)):
+                    self._cluster = await self._new_cluster()
+            if self.client is None:
+                with _clear_connection_errors(self._given):
+                    self.client = await Client(
+                        self._cluster or self._given, asynchronous=True, set_as_default=False
+                    )
+            await self._join()
+        except BaseException:
+            await self._close()
+            raise
+        return self
+
+    def _new_cluster(self) -> SpecCluster:
+        return local_cluster(
+            self._own["instances"],
+            self.config,
+            self._settings,
+            self._own["cores"],
+            asynchronous=self._asynchronous,
+        )
+
+    async def _join(self) -> None:
+        self._connection = Connection(self.client, self.config, self._settings)
+        await self._connection.open()
+        own_address = self.client.scheduler_comm.comm.local_address
+        self._listener = TokenListener(
+            self.client.loop,
+            get_address_host(own_address),
+            self.client.security.get_listen_args("client").get("ssl_context"),
+        )
+
+    async def _leave(self) -> None:
+        undone = [future for future in self._futures if not future.done()]
+        if undone and self.client.status == "running":
+            await self.client.cancel(undone, asynchronous=True, reason="service-closed")
+        if self._listener is not None:
+            await self._listener.close()
+        if self._connection is not None:
+            await self._connection.close()
+
+    async def _close(self) -> None:
+        client = self.client
+        if client is not None and client.status != "closed":
+            await self._leave()
+            if client is not self._given:
+                await client.close()
+        if self._cluster is not None:
+            await self._cluster.close()
+
+    async def _info(self) -> list[AddressedInstance]:
+        await self._connection.refresh()
+        return self._connection.instances
+
+    @property
+    def _is_colocated(self) -> bool:
+        return Role.DECODE not in {i.info.role for i in self._connection.instances}
+
+
+def _request_maker(config: EngineConfig) -> RequestMaker:
+    return RequestMaker(Tokenizer.load(resolve(config.model)))
+
+
+@contextmanager
+def _clear_connection_errors(address: object) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ClusterError(f"no Dask scheduler at {address}: {error}") from error
+
+
+def _cancel_soon(client: Client, future: Future) -> None:
+    if client.status == "running":
+        client.loop.add_callback(client.cancel, [future], asynchronous=True)
+
+
+async def _watch(future: Future, stream: weakref.ref[TokenStream]) -> None:
+    """Tell a stream how its request ended."""
+    try:
+        completion = await future
+    except Exception as error:
+        if (reader := stream()) is not None:
+            reader.fail(error)
+    else:
+        if (reader := stream()) is not None:
+            reader.finish(completion)

@@ -1,0 +1,218 @@
+"""The caller's end of token streams: one listener per service, one stream per request."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import secrets
+import socket
+import threading
+import weakref
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import Future as ThreadFuture
+from ssl import SSLContext
+
+from tornado.ioloop import IOLoop
+
+from daskserve.core.request import Completion, TokenDelta
+from daskserve.service import token_wire
+from daskserve.service.token_wire import SECRET_BYTES, Sink
+
+logger = logging.getLogger(__name__)
+
+_HELLO_TIMEOUT_S = 5.0
+
+
+class TokenStream(AsyncIterator[TokenDelta], Iterator[TokenDelta]):
+    """Tokens of one request in order, each once; ``async for`` and ``for`` both work.
+
+    A retry sends tokens again: what is known already is dropped. What was lost on the way is
+    filled in from the result, so the texts joined are always the text of the completion.
+    Dropping the stream, or `aclose`, cancels the request.
+
+    Parameters
+    ----------
+    abandon
+        Cancels the request; must not refer to the stream.
+    """
+
+    def __init__(self, abandon: Callable[[], None]) -> None:
+        self._lock = threading.Lock()
+        self._early: dict[int, TokenDelta] = {}
+        self._ready: deque[TokenDelta | BaseException] = deque()
+        self._getter: ThreadFuture[TokenDelta | BaseException] | None = None
+        self._next_index = 0
+        self._num_chars = 0
+        self._is_over = False
+        self._abandon = weakref.finalize(self, abandon)
+        self._abandon.atexit = False
+
+    def __aiter__(self) -> TokenStream:
+        return self
+
+    async def __anext__(self) -> TokenDelta:
+        item = await asyncio.wrap_future(self._get())
+        if isinstance(item, StopIteration):
+            raise StopAsyncIteration
+        if isinstance(item, BaseException):
+            raise item
+        return item
+
+    def __iter__(self) -> TokenStream:
+        return self
+
+    def __next__(self) -> TokenDelta:
+        item = self._get().result()
+        if isinstance(item, BaseException):
+            raise item
+        return item
+
+    async def aclose(self) -> None:
+        """Stop listening; cancels the request if it is not done."""
+        self.close()
+
+    def close(self) -> None:
+        """The same from synchronous code."""
+        with self._lock:
+            self._end(StopIteration())
+        self._abandon()
+
+    # The service's side, on the client's event loop.
+
+    def put(self, delta: TokenDelta) -> None:
+        """A delta has come, perhaps out of order or for the second time."""
+        with self._lock:
+            if delta.first_index >= self._next_index and not self._is_over:
+                self._early.setdefault(delta.first_index, delta)
+                while (following := self._early.pop(self._next_index, None)) is not None:
+                    self._emit(following)
+
+    def finish(self, completion: Completion) -> None:
+        """The result is there: emit what has not come, and end."""
+        with self._lock:
+            if self._is_over:
+                return
+            rest = completion.token_ids[self._next_index :]
+            if rest:
+                self._emit(
+                    TokenDelta(
+                        completion.request_id,
+                        self._next_index,
+                        rest,
+                        completion.text[self._num_chars :],
+                        completion.finish_reason,
+                    )
+                )
+            self._end(StopIteration())
+        self._abandon.detach()
+
+    def fail(self, error: BaseException) -> None:
+        """The request failed: the reader gets the error after the tokens that did come."""
+        with self._lock:
+            self._end(error)
+        self._abandon.detach()
+
+    def _emit(self, delta: TokenDelta) -> None:
+        self._next_index = delta.first_index + len(delta.token_ids)
+        self._num_chars += len(delta.text)
+        self._hand_out(delta)
+
+    def _end(self, reason: BaseException) -> None:
+        if not self._is_over:
+            self._is_over = True
+            self._hand_out(reason)
+
+    def _hand_out(self, item: TokenDelta | BaseException) -> None:
+        getter, self._getter = self._getter, None
+        if getter is not None and getter.set_running_or_notify_cancel():
+            getter.set_result(item)
+        else:
+            self._ready.append(item)
+
+    def _get(self) -> ThreadFuture[TokenDelta | BaseException]:
+        future: ThreadFuture[TokenDelta | BaseException] = ThreadFuture()
+        with self._lock:
+            if not self._ready:
+                self._getter = future
+                return future
+            item = self._ready[0]
+            if isinstance(item, TokenDelta):  # the end stays, for whoever asks again
+                self._ready.popleft()
+        future.set_result(item)
+        return future
+
+
+class TokenListener:
+    """Takes connections from instances and hands their deltas to the streams.
+
+    Parameters
+    ----------
+    loop
+        The client's event loop.
+    host
+        Interface to listen on, from the first stream on.
+    ssl
+        With TLS, the caller's context.
+    """
+
+    def __init__(self, loop: IOLoop, host: str, ssl: SSLContext | None) -> None:
+        self._loop = loop
+        self._host = host
+        self._ssl = ssl
+        self._secret = secrets.token_bytes(SECRET_BYTES)
+        self._streams: weakref.WeakValueDictionary[str, TokenStream] = weakref.WeakValueDictionary()
+        self._lock = threading.Lock()
+        self._socket: socket.socket | None = None
+        self._server: asyncio.Server | None = None
+        self._connections: set[asyncio.Task[None]] = set()
+
+    def address(self) -> str:
+        """The address for requests. Any thread; the first call opens the socket."""
+        with self._lock:
+            if self._socket is None:
+                self._socket = socket.create_server((self._host, 0))
+                self._loop.add_callback(self._start)
+        return str(Sink(self._host, self._socket.getsockname()[1], self._secret))
+
+    def add(self, request_id: str, stream: TokenStream) -> None:
+        """Deltas of this request go to the stream, as long as somebody keeps it."""
+        self._streams[request_id] = stream
+
+    async def close(self) -> None:
+        if self._server is not None:
+            self._server.close()
+        elif self._socket is not None:
+            self._socket.close()
+        for task in list(self._connections):
+            task.cancel()
+        if self._connections:
+            await asyncio.wait(self._connections)
+
+    async def _start(self) -> None:
+        self._server = await asyncio.start_server(self._serve, sock=self._socket, ssl=self._ssl)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        self._connections.add(task)
+        try:
+            async with asyncio.timeout(_HELLO_TIMEOUT_S):
+                shown = await reader.readexactly(SECRET_BYTES)
+            if not hmac.compare_digest(shown, self._secret):
+                logger.warning("a token sender showed a wrong secret")
+                return
+            while True:
+                delta = await token_wire.read(reader)
+                stream = self._streams.get(delta.request_id)
+                if stream is not None:
+                    stream.put(delta)
+        except (OSError, asyncio.IncompleteReadError):
+            pass  # the instance left; what is missing comes with the result
+        except token_wire.MalformedFrame as error:
+            logger.warning("a token sender is dropped: %s", error)
+        except asyncio.CancelledError:
+            pass  # closing
+        finally:
+            self._connections.discard(task)
+            writer.close()

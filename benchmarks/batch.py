@@ -53,7 +53,7 @@ def prompts(count: int) -> list[str]:
     folder = Path(os.environ.get("DASKSERVE_TRACES", ROOT.parent / "shared" / "data" / "traces"))
     folder = folder / "prompts"
     if not folder.is_dir():
-        shipped = (ROOT / "examples" / "prompts.jsonl").read_text().splitlines()
+        shipped = Path(__file__).with_name("prompts.jsonl").read_text().splitlines()
         return list(islice(cycle(json.loads(line)["prompt"] for line in shipped), count))
     human = _records(folder / "HumanEval.jsonl.gz")
     grade = _records(folder / "gsm8k_test.jsonl.gz")

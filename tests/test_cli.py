@@ -45,7 +45,7 @@ def test_every_option_has_a_help_text():
         (["-i", "http://host/in.jsonl"], "is a URL"),
         (["-o", "out.csv"], "output out.csv must end in .jsonl"),
         (["-o", "in.jsonl", "--restart"], "output in.jsonl is the input"),
-        (["-o", "none/out.jsonl"], "output folder none does not exist"),
+        (["-o", "in.jsonl/out.jsonl"], "cannot write output in.jsonl/out.jsonl: Not a directory"),
     ],
 )
 def test_errors_are_one_line_without_traceback(job, tmp_path, monkeypatch, arguments, part):

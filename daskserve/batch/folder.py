@@ -82,6 +82,7 @@ class JobFolder:
         self._summary = self.path / "summary.json"
         _check_output(output)
         try:
+            _make_folders(output.parent)
             self.path.mkdir(PRIVATE_FOLDER, exist_ok=True)
             if not stat.S_ISDIR(self.path.lstat().st_mode):
                 raise BatchError(f"{self.path} is a link; remove it")
@@ -169,6 +170,13 @@ def _size_of(path: Path) -> int:
     return path.stat().st_size if path.exists() else 0
 
 
+def _make_folders(folder: Path) -> None:
+    """The owner's alone; Path.mkdir gives the folders above the last one the umask's mode."""
+    if not folder.is_dir():
+        _make_folders(folder.parent)
+        folder.mkdir(PRIVATE_FOLDER)
+
+
 def _check_output(output: Path) -> None:
     text = os.fspath(output)
     if is_url(text) or "\0" in text:
@@ -176,8 +184,6 @@ def _check_output(output: Path) -> None:
     try:
         mode = output.lstat().st_mode
     except FileNotFoundError:
-        if not output.parent.is_dir():
-            raise BatchError(f"output folder {output.parent} does not exist") from None
         return
     except OSError as error:
         raise BatchError(f"cannot write output {output}: {error.strerror}") from None

@@ -7,7 +7,6 @@ import sys
 import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
-from uuid import uuid4
 
 from distributed import Future
 from distributed.client import FutureCancelledError
@@ -158,7 +157,11 @@ class Window:
         if isinstance(result, _WORTH_A_RETRY) and flight.attempt < self._max_attempts:
             self.num_retries += 1
             # A new id, so that nothing of the lost try is taken for this one.
-            again = replace(flight.request, request_id=uuid4().hex, submitted_at=time.monotonic())
+            again = replace(
+                flight.request,
+                request_id=f"{flight.request.request_id}-{flight.attempt}",
+                submitted_at=time.monotonic(),
+            )
             self.submit([(flight.row, again)], flight.attempt + 1)
             return None
         return Finished(flight.row, result)

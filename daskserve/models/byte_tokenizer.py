@@ -34,7 +34,7 @@ def write(folder: Path) -> None:
     """Write ``tokenizer.json``, ``tokenizer_config.json`` and ``chat_template.jinja``."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-    merges = [tuple(merge.split(" ")) for merge in _MERGES]
+    merges = [(left, right) for left, right in (merge.split(" ") for merge in _MERGES)]
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     entries = [*SPECIAL_TOKENS, *alphabet, *("".join(merge) for merge in merges)]
     vocab = {token: token_id for token_id, token in enumerate(entries)}

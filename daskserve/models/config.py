@@ -39,11 +39,10 @@ class ModelConfig:
         """Raises ModelError when a needed fact is missing."""
         whole = read_json(model_dir / "config.json")
         text = whole.get("text_config") or whole
-        context_tokens = next((text[key] for key in _CONTEXT_KEYS if text.get(key)), None)
-        vocab_size = text.get("vocab_size", whole.get("vocab_size"))
-        for field, value in (("vocab_size", vocab_size), (_CONTEXT_KEYS[0], context_tokens)):
-            if not isinstance(value, int):
-                raise ModelError(f"{model_dir}/config.json has no {field}")
+        context = next((text[key] for key in _CONTEXT_KEYS if text.get(key)), None)
+        context_tokens = _whole_number(model_dir, _CONTEXT_KEYS[0], context)
+        vocab = text.get("vocab_size", whole.get("vocab_size"))
+        vocab_size = _whole_number(model_dir, "vocab_size", vocab)
         generation = read_json(model_dir / "generation_config.json", missing_is_empty=True)
         eos = generation.get("eos_token_id")
         if eos is None:
@@ -51,6 +50,12 @@ class ModelConfig:
         ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
         model_type = str(text.get("model_type", whole.get("model_type", "")))
         return cls(model_type, vocab_size, context_tokens, frozenset(ids))
+
+
+def _whole_number(model_dir: Path, field: str, value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ModelError(f"{model_dir}/config.json has no usable {field}: {value!r}")
+    return value
 
 
 def read_json(path: Path, missing_is_empty: bool = False) -> dict[str, Any]:

@@ -79,7 +79,7 @@ def _steps(decoder: dict[str, Any] | None) -> list[dict[str, Any]]:
 
 
 def _replaces_word_start(step: dict[str, Any]) -> bool:
-    return step["pattern"] == {"String": _WORD_START} and step["content"] == " "
+    return bool(step["pattern"] == {"String": _WORD_START} and step["content"] == " ")
 
 
 def _byte_level_bytes(token: str) -> bytes:

@@ -106,8 +106,8 @@ def test_nothing_beats_the_data_sheet(name, gpu, tp, batch, length):
         except ModelError:
             continue  # does not fit
         prefill, decode = lower_bounds(model, kind, tp, batch, length)
-        assert step.prefill_s(batch * length, batch * length**2) >= prefill * (1 - 1e-9)
-        assert step.decode_s(batch, batch * length) >= decode * (1 - 1e-9)
+        assert step.prefill_s(batch * length, batch * length**2) >= prefill * (1 - 1e-5)
+        assert step.decode_s(batch, batch * length) >= decode * (1 - 1e-5)
 
 
 @given(st.sampled_from([1, 2, 4, 8]), st.integers(1, 8000), st.integers(1, 500))

@@ -1,0 +1,18 @@
+"""The Python code of the README runs as it stands, but for the model and the length of answers."""
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def test_the_python_code_runs(tmp_path, monkeypatch, capsys):
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert len(blocks) == 1
+    code = blocks[0].replace("smollm2-135m", "tiny-random-llama")
+    (tmp_path / "examples").mkdir()
+    (tmp_path / "examples" / "prompts.jsonl").write_text('{"prompt": "hi", "max_tokens": 3}\n')
+    monkeypatch.chdir(tmp_path)
+    exec(compile(code, "README.md", "exec"), {})
+    assert (tmp_path / "out" / "answers.jsonl").read_text().count("\n") == 1
+    assert "decode-" in capsys.readouterr().out

@@ -30,6 +30,9 @@ def at_least_physical(
     squares = step.prefill_quadratic_s * tokens**2
     prefill = np.maximum.reduce([step.prefill_knots_s, products, reads, lone - squares])
     prefill[0] = step.prefill_knots_s[0]
+    # Past the last knot the last slope goes on: it must pay for the products as well.
+    slope = 2.0 * (model.num_active_parameters - head) / flops
+    prefill[-1] = max(prefill[-1], prefill[-2] + slope * (tokens[-1] - tokens[-2]))
 
     batch = np.arange(len(step.decode_base_s), dtype=np.float64)
     compute = 2.0 * model.num_active_parameters * batch / flops

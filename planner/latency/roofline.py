@@ -9,6 +9,7 @@ import numpy as np
 from daskserve.core.placement import Parallelism
 from daskserve.errors import ConfigError, ModelError
 from daskserve.planner.hardware import GPU
+from daskserve.planner.latency.guard import at_least_physical
 from daskserve.planner.latency.memory import MemoryBudget, check_split, kv_capacity_tokens
 from daskserve.planner.model_spec import ModelSpec
 from daskserve.planner.step_times import StepTimes, saturating_tokens
@@ -98,7 +99,7 @@ class Roofline:
                 f" {parallelism.num_gpus} x {gpu.name} ({gpu.memory_bytes / 1e9:.0f} GB each)"
             )
         per_context = self.decode_per_context_s(model, gpu, tp)
-        return StepTimes(
+        step = StepTimes(
             prefill_knots_tokens=knots,
             prefill_knots_s=linear,
             prefill_quadratic_s=self.prefill_quadratic_s(model, gpu, tp),
@@ -108,6 +109,7 @@ class Roofline:
             kv_capacity_tokens=capacity,
             prefill_budget_tokens=budget,
         )
+        return at_least_physical(step, model, gpu, parallelism)
 
     def prefill_linear_s(
         self, model: ModelSpec, gpu: GPU, tp: int, tokens: np.ndarray, num_prompts: float = 1.0

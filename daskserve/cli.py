@@ -212,3 +212,7 @@ def fetch_model_command(name: str) -> None:
     from daskserve.models import resolve
 
     click.echo(resolve(name))
+
+
+if __name__ == "__main__":
+    main()

@@ -144,7 +144,9 @@ class JobFolder:
             with replacing(path, self.path) as temporary:
                 temporary.write_bytes(orjson.dumps(record, option=orjson.OPT_INDENT_2))
         except OSError as error:
-            raise BatchError(f"cannot write {path}: {error.strerror}") from None
+            raise BatchError(
+                f"cannot write {path}: {error.strerror}; run the same command again to go on"
+            ) from None
 
     def close(self) -> None:
         """Give up the lock; the folder of a job that never began goes away."""

@@ -140,8 +140,10 @@ class BatchJob:
         self, service: Service, max_in_flight: int | None = None, show_progress: bool = True
     ) -> BatchSummary:
         """Answer the rows that are not written yet."""
-        size = window_size(service, max_in_flight or self._limits.max_in_flight)
         num_rows, limits = self._found.num_rows, self._limits
+        size = window_size(
+            service, limits.max_in_flight if max_in_flight is None else max_in_flight
+        )
         self._writer = ResultWriter(
             self._folder, self._format, num_rows, limits.sync_interval_s, self._tally.add_earlier
         )

@@ -91,11 +91,14 @@ class Placement:
         Name of the model that every instance runs.
     gpus_per_node
         GPUs in a node: an occupied node counts whole.
+    network_bandwidth
+        Bytes/s between nodes that the KV transfers were planned with; None: not planned.
     """
 
     instances: tuple[InstancePlacement, ...]
     gpus_per_node: int
     model: str = ""
+    network_bandwidth: float | None = None
 
     def __post_init__(self) -> None:
         if not self.instances:
@@ -113,8 +116,8 @@ class Placement:
                 raise InvalidParameter("gpus", where, limit)
         has = {role: self.num_instances(role) > 0 for role in Role}
         if has[Role.PREFILL] != has[Role.DECODE]:
-            raise InvalidParameter("instances", len(self.instances), "must hold both or neither of"
-                                   " PREFILL and DECODE")  # fmt: skip
+            roles = ", ".join(role for role in Role if has[role])
+            raise InvalidParameter("instances", roles, "must hold both or neither of PREFILL, DECODE")
 
     def num_instances(self, role: Role) -> int:
         return sum(instance.role is role for instance in self.instances)

@@ -1,14 +1,17 @@
-"""Placement algorithms: 1 and 2 as printed in the paper, 3 ours, and one split for both phases."""
+"""Placement algorithms: 1 and 2 as printed in the paper, 3 ours, and the alternatives to them."""
 
 from __future__ import annotations
 
-import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from daskserve.core.instance import Role
-from daskserve.planner.search.best import cheapest, evaluate_best, gpus_for, gpus_per_rate
+from daskserve.planner.search.best import cheapest, evaluate_best
+from daskserve.planner.search.objective import Objective, copies_for
 from daskserve.planner.search.space import SearchSpace
 from daskserve.planner.search.units import Evaluator, Scored, Unit
+
+Spaces = SearchSpace | Sequence[SearchSpace]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,24 +49,40 @@ class Solution:
         return self.unit.times(self.num_units)
 
     def __str__(self) -> str:
-        copies = f"{self.num_units} x " if self.num_units > 1 else ""
-        return (
-            f"{self.algorithm}: {copies}[{self.unit}], {self.num_gpus} GPUs, {self.rate:.1f} req/s"
-        )
+        unit = f"{self.num_units} x [{self.unit}]" if self.num_units > 1 else str(self.unit)
+        return f"{self.algorithm}: {unit}, {self.num_gpus} GPUs, {self.rate:.1f} req/s"
 
 
-def algorithm_1(evaluator: Evaluator, space: SearchSpace, rate: float) -> Solution | None:
+def algorithm_1(
+    evaluator: Evaluator,
+    spaces: Spaces,
+    rate: float,
+    objective: Objective | None = None,
+    fewest: bool = False,
+) -> Solution | None:
     """High node affinity: each phase on its own, then enough instances of both.
 
     ``n = ceil(R / goodput_p)`` prefill and ``m = ceil(R / goodput_d)`` decode instances.
+
+    Parameters
+    ----------
+    spaces
+        One per GPU type; each phase may end on another type.
+    fewest
+        Minimise the weight for the whole rate. As printed (False) the best goodput per weight
+        wins, although instances come whole.
+
+    Returns
+    -------
     None when a phase fits nowhere or meets its SLO nowhere.
     """
+    objective = objective or Objective()
     chosen = []
     considered: list[Scored] = []
     for role in (Role.PREFILL, Role.DECODE):
-        scored = evaluate_best(evaluator, space.phase_units(evaluator, role))
+        units = [u for space in _each(spaces) for u in space.phase_units(evaluator, role)]
+        best, scored = _best(evaluator, units, rate, objective, fewest)
         considered += scored
-        best = cheapest(scored, gpus_per_rate)
         if best is None:
             return None
         chosen.append(best)
@@ -74,70 +93,149 @@ def join_phases(
     name: str, prefill: Scored, decode: Scored, rate: float, considered: tuple[Scored, ...] = ()
 ) -> Solution:
     """Replicate each phase to the rate."""
-    groups = tuple(
-        replace(one.unit.groups[0], count=one.num_units(rate)) for one in (prefill, decode)
-    )
-    reached = min(one.num_units(rate) * one.rate for one in (prefill, decode))
-    return Solution(name, Unit(groups), 1, reached, considered)
+    phases = (prefill, decode)
+    counts = [copies_for(rate, one.rate) for one in phases]
+    groups = [
+        replace(one.unit.groups[0], count=count) for one, count in zip(phases, counts, strict=True)
+    ]
+    reached = min(one.rate * count for one, count in zip(phases, counts, strict=True))
+    return Solution(name, Unit(tuple(groups)), 1, reached, considered)
 
 
-def algorithm_2(evaluator: Evaluator, space: SearchSpace, rate: float) -> Solution | None:
+def algorithm_2(
+    evaluator: Evaluator, spaces: Spaces, rate: float, objective: Objective | None = None
+) -> Solution | None:
     """Low node affinity as printed: one prefill and one decode segment per stage, same node."""
-    scored = evaluate_best(evaluator, space.paired_units(evaluator))
-    best = cheapest(scored, gpus_per_rate)
-    if best is None:
-        return None
-    return _replicated("Algorithm 2", best, rate, scored)
+    units = [u for space in _each(spaces) for u in space.paired_units(evaluator)]
+    return _replicated("Algorithm 2", evaluator, units, rate, objective, fewest=False)
 
 
 def algorithm_3(
-    evaluator: Evaluator, space: SearchSpace, rate: float, fewest_gpus: bool = True
+    evaluator: Evaluator,
+    spaces: Spaces,
+    rate: float,
+    objective: Objective | None = None,
+    fewest: bool = True,
 ) -> Solution | None:
     """Algorithm 2 with any number of segments of each phase per node.
 
-    Its units include those of Algorithm 2, so it is never worse. ``fewest_gpus`` minimises the
-    GPUs for the whole rate, which the best unit per GPU need not do since units come whole;
+    Its units include those of Algorithm 2, so it is never worse. ``fewest`` minimises the
+    weight for the whole rate, which the best unit per GPU need not do since units come whole;
     without it the best rate per GPU wins.
     """
-    costs = (gpus_for(rate), gpus_per_rate)
-    scored = evaluate_best(evaluator, space.mixed_units(evaluator), costs)
-    best = cheapest(scored, costs[0] if fewest_gpus else costs[1])
+    units = [u for space in _each(spaces) for u in space.mixed_units(evaluator)]
+    return _replicated("Algorithm 3", evaluator, units, rate, objective, fewest)
+
+
+def joint_enumeration(
+    evaluator: Evaluator, spaces: Spaces, rate: float, objective: Objective | None = None
+) -> Solution | None:
+    """What the original code does: one prefill and one decode instance, every pair of splits.
+
+    Segments of a pair share their nodes, and each may itself be a pipeline inside a node.
+    """
+    units = [u for space in _each(spaces) for u in space.joint_units(evaluator)]
+    return _replicated("joint enumeration", evaluator, units, rate, objective, fewest=False)
+
+
+def colocated(
+    evaluator: Evaluator,
+    spaces: Spaces,
+    rate: float,
+    objective: Objective | None = None,
+    chunk_tokens: Sequence[int] = (0, 512, 2048),
+) -> Solution | None:
+    """No disaggregation, at its own best parallelism (the paper's vLLM++).
+
+    ``chunk_tokens`` are the ways to batch: 0 runs whole prompts first, others chunked prefill
+    with that many tokens per mixed step.
+    """
+    units = [
+        replace(unit, chunk_tokens=chunk)
+        for space in _each(spaces)
+        for unit in space.phase_units(evaluator, Role.COLOCATED)
+        for chunk in chunk_tokens
+    ]
+    return _replicated("colocated", evaluator, units, rate, objective, fewest=True)
+
+
+def best_single(
+    evaluator: Evaluator, spaces: Spaces, rate: float, objective: Objective | None = None
+) -> Solution | None:
+    """One parallelism for both phases, replicated per phase: what a split per phase saves."""
+    objective = objective or Objective()
+    best: Solution | None = None
+    for prefill_unit, decode_unit in _same_splits(evaluator, spaces, rate, objective):
+        if best is not None and _joint_floor(
+            evaluator, prefill_unit, decode_unit, rate, objective
+        ) >= objective.weight(best.unit):
+            break
+        prefill, decode = (
+            Scored(unit, evaluator.evaluate([unit])[0]) for unit in (prefill_unit, decode_unit)
+        )
+        if prefill.rate > 0 and decode.rate > 0:
+            found = join_phases("one parallelism", prefill, decode, rate)
+            if best is None or objective.weight(found.unit) < objective.weight(best.unit):
+                best = found
+    return best
+
+
+def _same_splits(evaluator: Evaluator, spaces: Spaces, rate: float, objective: Objective):
+    """Pairs of a prefill and a decode instance split alike, the most promising first."""
+    pairs = [
+        pair
+        for space in _each(spaces)
+        for pair in zip(
+            space.phase_units(evaluator, Role.PREFILL),
+            space.phase_units(evaluator, Role.DECODE),
+            strict=True,
+        )
+        if all(evaluator.bound(unit) > 0 for unit in pair)
+    ]
+    return sorted(pairs, key=lambda pair: _joint_floor(evaluator, *pair, rate, objective))
+
+
+def _joint_floor(
+    evaluator: Evaluator, prefill: Unit, decode: Unit, rate: float, objective: Objective
+) -> float:
+    """The least weight that the pair could need for the rate."""
+    return sum(
+        copies_for(rate, evaluator.bound(unit)) * objective.weight(unit)
+        for unit in (prefill, decode)
+    )
+
+
+def _each(spaces: Spaces) -> Sequence[SearchSpace]:
+    return [spaces] if isinstance(spaces, SearchSpace) else spaces
+
+
+def _best(
+    evaluator: Evaluator, units: list[Unit], rate: float, objective: Objective, fewest: bool
+) -> tuple[Scored | None, list[Scored]]:
+    cost = objective.for_rate(rate) if fewest else objective.per_rate
+    scored = evaluate_best(evaluator, units, [cost])
+    return cheapest(scored, cost), scored
+
+
+def _replicated(
+    name: str,
+    evaluator: Evaluator,
+    units: list[Unit],
+    rate: float,
+    objective: Objective | None,
+    fewest: bool,
+) -> Solution | None:
+    best, scored = _best(evaluator, units, rate, objective or Objective(), fewest)
     if best is None:
         return None
-    return _replicated("Algorithm 3", best, rate, scored)
+    return Solution(name, best.unit, copies_for(rate, best.rate), best.rate, tuple(scored))
 
 
-def best_single(evaluator: Evaluator, space: SearchSpace, rate: float) -> Solution | None:
-    """One parallelism for both phases, replicated per phase: what the split per phase saves."""
-    prefill = {
-        one.unit.groups[0].parallelism: one
-        for one in _all(evaluator, space.phase_units(evaluator, Role.PREFILL))
-    }
-    decode = {
-        one.unit.groups[0].parallelism: one
-        for one in _all(evaluator, space.phase_units(evaluator, Role.DECODE))
-    }
-    solutions = [
-        join_phases("one parallelism", prefill[key], decode[key], rate)
-        for key in prefill
-        if key in decode and prefill[key].rate > 0 and decode[key].rate > 0
-    ]
-    return min(solutions, key=lambda solution: solution.num_gpus) if solutions else None
+def idle_share(unit: Unit, phase_rate: Callable[[Unit], float]) -> dict[Role, float]:
+    """Share of each phase's capacity that the slower phase leaves unused in a unit.
 
-
-def _all(evaluator: Evaluator, units: list[Unit]) -> list[Scored]:
-    return [Scored(u, e) for u, e in zip(units, evaluator.evaluate(units), strict=True)]
-
-
-def _replicated(name: str, best: Scored, rate: float, scored: list[Scored]) -> Solution:
-    return Solution(name, best.unit, best.num_units(rate), best.rate, tuple(scored))
-
-
-def idle_share(unit: Unit, prefill_rate: float, decode_rate: float) -> dict[Role, float]:
-    """Share of each phase's capacity that the slower phase leaves unused in a unit."""
-    capacity = {}
-    for role, rate in ((Role.PREFILL, prefill_rate), (Role.DECODE, decode_rate)):
-        group = unit.of_role(role)
-        capacity[role] = group.count * rate if group else math.inf
+    ``phase_rate`` gives the goodput of a unit that holds one group alone.
+    """
+    capacity = {group.role: phase_rate(Unit((group,))) for group in unit.groups}
     reached = min(capacity.values())
     return {role: 1.0 - reached / total for role, total in capacity.items()}

@@ -3,37 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
+from daskserve.planner.search.objective import Cost
 from daskserve.planner.search.units import Evaluator, Scored, Unit
 
 WAVE = 8
 """Units evaluated at once, whatever the number of workers: so results do not depend on it."""
 
-Cost = Callable[[Unit, float], float]
-"""Cost of a unit that serves a rate; smaller is better, infinite when it cannot serve."""
-
-
-def gpus_per_rate(unit: Unit, rate: float) -> float:
-    """GPUs per request/s: the paper's objective turned round."""
-    return unit.num_gpus / rate if rate > 0 else math.inf
-
-
-def gpus_for(target_rate: float) -> Cost:
-    """GPUs of as many whole units as reach a rate; ties go to the better rate per GPU."""
-
-    def cost(unit: Unit, rate: float) -> float:
-        if rate <= 0:
-            return math.inf
-        copies = 1 if math.isinf(rate) else max(1, math.ceil(target_rate / rate - 1e-9))
-        tie_break = 0.0 if math.isinf(rate) else min(unit.num_gpus / rate, 1e6) * 1e-7
-        return copies * unit.num_gpus + tie_break
-
-    return cost
-
 
 def evaluate_best(
-    evaluator: Evaluator, units: Sequence[Unit], costs: Sequence[Cost] = (gpus_per_rate,)
+    evaluator: Evaluator, units: Sequence[Unit], costs: Sequence[Cost]
 ) -> list[Scored]:
     """Evaluate units until no other can win under any of the costs.
 

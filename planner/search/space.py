@@ -81,10 +81,39 @@ class SearchSpace:
             for num_decode in range(1, (most - num_prefill * prefill) // decode + 1)
         ]
 
+    def joint_units(self, evaluator: Evaluator) -> list[Unit]:
+        """One prefill and one decode instance whose segments, pipelines too, share nodes."""
+        found = []
+        for num_segments in range(1, self.nodes_per_instance + 1):
+            inner = [
+                split
+                for split in _splits_of_a_node(self.gpus_per_node)
+                if evaluator.fits(self.gpu, Parallelism(split.tp, split.pp * num_segments))
+            ]
+            for prefill in inner:
+                for decode in inner:
+                    if prefill.num_gpus + decode.num_gpus <= self.gpus_per_node:
+                        found.append(self._joint_unit(num_segments, prefill, decode))
+        return found
+
+    def _joint_unit(self, num_segments: int, prefill: Parallelism, decode: Parallelism) -> Unit:
+        roles = ((Role.PREFILL, prefill), (Role.DECODE, decode))
+        groups = tuple(
+            Instances(role, Parallelism(inner.tp, inner.pp * num_segments), 1, self.gpu)
+            for role, inner in roles
+        )
+        return Unit(groups, num_segments)
+
     def unit(self, pp: int, prefill: int, num_prefill: int, decode: int, num_decode: int) -> Unit:
         """Segments of ``prefill`` and ``decode`` GPUs on each of ``pp`` nodes."""
         groups = (
             Instances(Role.PREFILL, Parallelism(prefill, pp), num_prefill, self.gpu),
             Instances(Role.DECODE, Parallelism(decode, pp), num_decode, self.gpu),
         )
-        return Unit(groups, same_node=True)
+        return Unit(groups, num_segments=pp)
+
+
+def _splits_of_a_node(num_gpus: int) -> list[Parallelism]:
+    return [
+        Parallelism(tp, pp) for tp in range(1, num_gpus + 1) for pp in range(1, num_gpus // tp + 1)
+    ]

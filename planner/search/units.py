@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -34,15 +33,16 @@ class Unit:
 
     Parameters
     ----------
-    same_node
-        Same-stage segments share a node, so that KV stays on its links (Algorithms 2 and 3).
+    num_segments
+        Nodes over which the unit is cut: same-stage segments share a node, so that KV stays on
+        its links (Algorithms 2 and 3). 0: the instances may be anywhere.
     chunk_tokens
         Colocated only: chunked prefill with this many tokens per mixed step; 0 runs whole
         prompts first.
     """
 
     groups: tuple[Instances, ...]
-    same_node: bool = False
+    num_segments: int = 0
     chunk_tokens: int = 0
 
     @property
@@ -58,7 +58,7 @@ class Unit:
         groups = tuple(
             Instances(g.role, g.parallelism, g.count * factor, g.gpu) for g in self.groups
         )
-        return Unit(groups, self.same_node, self.chunk_tokens)
+        return Unit(groups, self.num_segments, self.chunk_tokens)
 
     def __str__(self) -> str:
         return " + ".join(str(group) for group in self.groups)
@@ -119,9 +119,3 @@ class Scored:
     @property
     def rate_per_gpu(self) -> float:
         return self.estimate.rate / self.unit.num_gpus
-
-    def num_units(self, rate: float) -> int:
-        """Copies that reach ``rate``. Raises ValueError when the unit serves nothing."""
-        if self.rate <= 0:
-            raise ValueError("a unit without goodput cannot reach any rate")
-        return max(1, math.ceil(rate / self.rate - 1e-9))

@@ -14,7 +14,8 @@ from daskserve.planner.search.algorithms import (
     idle_share,
     join_phases,
 )
-from daskserve.planner.search.best import cheapest, gpus_per_rate
+from daskserve.planner.search.best import cheapest
+from daskserve.planner.search.objective import Objective
 from daskserve.planner.search.units import Estimate, Scored
 from daskserve.planner.worked_example import RATE, SPACE, ClosedForm
 
@@ -42,8 +43,8 @@ def test_algorithm_2_pairs_one_to_one_and_leaves_decode_idle():
     assert shape(solution, Role.DECODE) == (1, Parallelism(tp=2, pp=2))
     assert round(solution.unit_rate, 1) == 32.2
     assert round(solution.unit_rate / solution.unit.num_gpus, 2) == 2.68
-    rates = EXAMPLE.prefill_rate(Parallelism(4, 2)), EXAMPLE.decode_rate(Parallelism(2, 2))
-    assert round(idle_share(solution.unit, *rates)[Role.DECODE], 2) == 0.36
+    idle = idle_share(solution.unit, lambda unit: EXAMPLE.evaluate([unit])[0].rate)
+    assert round(idle[Role.DECODE], 2) == 0.36 and idle[Role.PREFILL] == 0
 
 
 def test_tighter_ttft_brings_tensor_parallelism():
@@ -78,7 +79,7 @@ def test_algorithm_3_best_per_gpu_is_not_fewest_in_total():
     assert (round(fewest.unit_rate, 1), fewest.unit.num_gpus) == (50.5, 16)
     assert round(fewest.unit_rate / 16, 2) == 3.16
 
-    per_gpu = algorithm_3(EXAMPLE, SPACE, RATE, fewest_gpus=False)
+    per_gpu = algorithm_3(EXAMPLE, SPACE, RATE, fewest=False)
     assert shape(per_gpu, Role.PREFILL) == (5, Parallelism(tp=1, pp=2))
     assert (round(per_gpu.unit_rate, 1), per_gpu.unit.num_gpus) == (49.6, 14)
     assert round(per_gpu.unit_rate / 14, 2) == 3.55
@@ -91,7 +92,8 @@ def test_algorithm_3_is_never_worse_than_algorithm_2(rate, slo):
     example = ClosedForm(slo=slo)
     ours, theirs = algorithm_3(example, SPACE, rate), algorithm_2(example, SPACE, rate)
     assert ours.num_gpus <= theirs.num_gpus
-    best_ours = cheapest(ours.considered, gpus_per_rate)
+    ours = algorithm_3(example, SPACE, rate, fewest=False)
+    best_ours = cheapest(ours.considered, Objective().per_rate)
     assert best_ours.rate_per_gpu >= theirs.unit_rate / theirs.unit.num_gpus
 
 

@@ -22,6 +22,7 @@ test: $(VENV)/.dev
 	$(BIN)/lint-imports
 	$(BIN)/mypy
 	$(BIN)/pytest -q
+	$(BIN)/pytest -q --nbmake notebooks
 
 test-slow: $(VENV)/.dev
 	$(BIN)/pytest -q -m slow

@@ -28,6 +28,7 @@ from daskserve.service.names import (
     ANNOTATION,
     DISPATCH_PLUGIN,
     FREE_KV,
+    Facts,
     decode_key,
     prefill_key,
     request_id_of,
@@ -178,11 +179,17 @@ class DispatchPlugin(SchedulerPlugin):
                 self._orphans.append(ts.key)  # lost its result after it was of use
                 self.wake()
                 return
-        prompt_tokens, max_tokens = ts.annotations[ANNOTATION]
+        facts = Facts(*ts.annotations[ANNOTATION])
         role = role_of(ts.resource_restrictions)
-        # The last output token is never fed back, so its KV is never needed.
-        decoded = 0 if role is Role.PREFILL else max_tokens - 1
-        stage = self.state.arrive(Stage(ts.key, role, prompt_tokens, prompt_tokens + decoded))
+        stage = Stage(
+            ts.key,
+            role,
+            prompt_tokens=facts.prompt_tokens,
+            pool_tokens=facts.pool_tokens(role),
+            # The caller's priority first, then graphs as they came, then in their order.
+            rank=(*ts.priority[:2], facts.position),
+        )
+        stage = self.state.arrive(stage)
         if stage.is_convicted:
             error = KilledInstance(
                 f"request {request_id}: {stage.losses} instances died while running it"
@@ -195,7 +202,7 @@ class DispatchPlugin(SchedulerPlugin):
         is_prefill = ts.key == prefill_key(request_id)
         if is_prefill and finish == "memory":
             self._homes[request_id] = worker
-            self.state.hold(ts.key, worker, ts.annotations[ANNOTATION][0])
+            self.state.hold(ts.key, worker, Facts(*ts.annotations[ANNOTATION]).prompt_tokens)
             return
         self._free_kv(request_id)
         if not is_prefill and finish != "memory":

@@ -13,7 +13,7 @@ from distributed import Scheduler
 from daskserve.core.instance import Role
 from daskserve.core.kv import blocks_for
 from daskserve.service.dispatch_state import DispatchState, InstanceState, Stage
-from daskserve.service.names import ANNOTATION, role_of
+from daskserve.service.names import ANNOTATION, Facts, role_of
 
 _MAX_NOTES = 20
 
@@ -79,10 +79,9 @@ class DispatchCheck:
         for key, ts in self._tasks_on(instance.address).items():
             if key == without:
                 continue
-            prompt_tokens, max_tokens = ts.annotations[ANNOTATION]
-            is_prefill = role_of(ts.resource_restrictions) is Role.PREFILL
-            pool_tokens = prompt_tokens + (0 if is_prefill else max_tokens - 1)
-            tokens += prompt_tokens
+            facts = Facts(*ts.annotations[ANNOTATION])
+            pool_tokens = facts.pool_tokens(role_of(ts.resource_restrictions))
+            tokens += facts.prompt_tokens
             blocks += blocks_for(pool_tokens, instance.block_size)
             count += 1
         return tokens, blocks, count

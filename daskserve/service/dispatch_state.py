@@ -1,8 +1,8 @@
 """Who runs what: the books behind every routing decision, without Dask and without a clock.
 
-Requests wait here, first come first served per role, until an instance has room; then they are
-bound to it (late binding, so that no KV is stranded behind one full instance while another has
-room). The decisions themselves are `daskserve.scheduling.routing`.
+Requests wait here, first come first served per role in order of submission, until an instance
+has room; then they are bound to it (late binding, so that no KV is stranded behind one full
+instance while another has room). The decisions themselves are `daskserve.scheduling.routing`.
 """
 
 from __future__ import annotations
@@ -62,8 +62,10 @@ class Stage:
     role: Role
     prompt_tokens: int
     pool_tokens: int
-    ticket: int = 0
-    """Order of first arrival; kept when the stage has to run again."""
+    rank: tuple[float, ...] = ()
+    """Lower is served first; equal ones in order of arrival."""
+    ticket: tuple[float, ...] = ()
+    """The rank made unique; kept when the stage has to run again."""
     losses: int = 0
     """Instances lost while this stage was bound to them."""
     is_convicted: bool = False
@@ -141,7 +143,7 @@ class DispatchState:
         """A stage can run now: it waits for `next_binding`. A known one keeps its ticket."""
         known = self.stages.get(stage.key)
         if known is None:
-            stage.ticket = next(self._tickets)
+            stage.ticket = (*stage.rank, next(self._tickets))
             self.stages[stage.key] = known = stage
         if known.instance is None:
             queue = self._suspects if known.is_suspect else self._waiting

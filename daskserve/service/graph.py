@@ -14,7 +14,7 @@ from distributed import Client, Future
 from daskserve.core.instance import Role
 from daskserve.core.request import Request
 from daskserve.service import tasks
-from daskserve.service.names import ANNOTATION, decode_key, prefill_key, request_id_of, sizes
+from daskserve.service.names import ANNOTATION, Facts, decode_key, prefill_key, request_id_of
 
 _COLOCATED = {Role.COLOCATED.value: 1}
 
@@ -46,8 +46,11 @@ def submit_graph(
     expression = LLGExpr(graph, _determ_token=uuid4().hex)
     annotations: dict[str, Any] = {
         "resources": _COLOCATED if is_colocated else role_resources,
-        ANNOTATION: Sizes(
-            {r.request_id: sizes(r.num_prompt_tokens, r.params.max_tokens) for r in requests}
+        ANNOTATION: FactsByKey(
+            {
+                r.request_id: Facts(r.num_prompt_tokens, r.params.max_tokens, position)
+                for position, r in enumerate(requests)
+            }
         ),
     }
     with dask.annotate(**annotations):
@@ -62,11 +65,11 @@ def role_resources(key: str) -> dict[str, int]:
     return {role.value: 1}
 
 
-class Sizes:
-    """Size annotation of every task of a graph; the scheduler calls it with each key."""
+class FactsByKey:
+    """Annotation of every task of a graph; the scheduler calls it with each key."""
 
-    def __init__(self, by_request: dict[str, tuple[int, int]]) -> None:
+    def __init__(self, by_request: dict[str, Facts]) -> None:
         self._by_request = by_request
 
-    def __call__(self, key: str) -> tuple[int, int]:
+    def __call__(self, key: str) -> Facts:
         return self._by_request[request_id_of(key)]

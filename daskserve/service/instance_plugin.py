@@ -7,6 +7,7 @@ running worker, reports to the scheduler, answers KV pulls, and aborts what Dask
 from __future__ import annotations
 
 import asyncio
+import gc
 import hashlib
 import logging
 from collections.abc import Callable
@@ -192,4 +193,8 @@ def _build(role: Role, config: EngineConfig) -> Instance:
 
     instance = Instance(role, config)
     instance.start()
+    # What was imported lives as long as the process: walking it in every collection, and once
+    # more at exit, costs a second.
+    gc.collect()
+    gc.freeze()
     return instance

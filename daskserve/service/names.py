@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from daskserve.core.instance import Role
 
 DISPATCH_PLUGIN = "daskserve-dispatch"
 INSTANCE_PLUGIN = "daskserve-instance"
 
 ANNOTATION = "daskserve"
-"""Task annotation with the sizes of a request, see `sizes`."""
+"""Task annotation with what dispatch must know of a request, see `Facts`."""
 
 # Scheduler handlers, called by clients and workers.
 STATUS = "daskserve_status"
@@ -52,6 +54,20 @@ def role_of(resources: dict[str, float] | None) -> Role | None:
     return next((role for role in Role if role.value in (resources or ())), None)
 
 
-def sizes(prompt_tokens: int, max_tokens: int) -> tuple[int, int]:
-    """What dispatch must know of a request, as an annotation that any serializer carries."""
-    return (prompt_tokens, max_tokens)
+class Facts(NamedTuple):
+    """What dispatch must know of a request. A plain tuple for any serializer.
+
+    ``position`` is the place in its graph: Dask itself runs the tasks of a graph in an order of
+    its own.
+    """
+
+    prompt_tokens: int
+    max_tokens: int
+    position: int
+
+    def pool_tokens(self, role: Role) -> int:
+        """Most tokens whose KV an instance of this role must hold.
+
+        The last output token is never fed back, so its KV is never needed.
+        """
+        return self.prompt_tokens + (0 if role is Role.PREFILL else self.max_tokens - 1)

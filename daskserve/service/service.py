@@ -243,7 +243,7 @@ class Service:
                     self._cluster = self._new_cluster()
             if self.client is None:
                 with _clear_connection_errors(self._given):
-                    self.client = Client(self._cluster or self._given, set_as_default=False)
+                    self.client = Client(self._cluster or self._given)
             self.client.sync(self._join)
         except BaseException:
             self.close()
@@ -260,9 +260,7 @@ class Service:
                     self._cluster = await self._new_cluster()
             if self.client is None:
                 with _clear_connection_errors(self._given):
-                    self.client = await Client(
-                        self._cluster or self._given, asynchronous=True, set_as_default=False
-                    )
+                    self.client = await Client(self._cluster or self._given, asynchronous=True)
             await self._join()
         except BaseException:
             await self._close()

@@ -193,6 +193,12 @@ class TokenListener:
     async def _start(self) -> None:
         self._server = await asyncio.start_server(self._serve, sock=self._socket, ssl=self._ssl)
 
+    def _deliver(self, delta: TokenDelta) -> None:
+        # A function of its own: a loop's variable would keep the stream alive between deltas.
+        stream = self._streams.get(delta.request_id)
+        if stream is not None:
+            stream.put(delta)
+
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         self._connections.add(task)
@@ -203,10 +209,7 @@ class TokenListener:
                 logger.warning("a token sender showed a wrong secret")
                 return
             while True:
-                delta = await token_wire.read(reader)
-                stream = self._streams.get(delta.request_id)
-                if stream is not None:
-                    stream.put(delta)
+                self._deliver(await token_wire.read(reader))
         except (OSError, asyncio.IncompleteReadError):
             pass  # the instance left; what is missing comes with the result
         except token_wire.MalformedFrame as error:

@@ -1,0 +1,148 @@
+"""Laws of the dispatch books: first come first served, nothing stranded, every block given back."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from daskserve.core.instance import Role
+from daskserve.service.dispatch_state import DispatchState, InstanceState, Stage
+
+BLOCK = 16
+
+
+def state_with(role: Role, *sizes: int, slots: int = 8, max_losses: int = 2) -> DispatchState:
+    state = DispatchState(max_losses)
+    for index, num_blocks in enumerate(sizes):
+        state.add_instance(InstanceState(f"w{index}", role, slots, num_blocks, BLOCK))
+    return state
+
+
+def arrive(state: DispatchState, role: Role, *tokens: int, name: str = "s") -> list[Stage]:
+    return [state.arrive(Stage(f"{name}{i}", role, n, n)) for i, n in enumerate(tokens)]
+
+
+def bind_all(state: DispatchState, role: Role) -> list[tuple[str, str]]:
+    bound = []
+    while (binding := state.next_binding(role)) is not None:
+        stage, instance = binding
+        bound.append((stage.key, instance.address))
+    return bound
+
+
+def test_prefills_go_to_the_shortest_queue():
+    state = state_with(Role.PREFILL, 100, 100)
+    arrive(state, Role.PREFILL, 100, 10, 20, 30, 50)
+    assert bind_all(state, Role.PREFILL) == [
+        ("s0", "w0"),
+        ("s1", "w1"),
+        ("s2", "w1"),
+        ("s3", "w1"),
+        ("s4", "w1"),
+    ]
+
+
+def test_decodes_go_where_the_smallest_share_of_blocks_is_used():
+    state = state_with(Role.DECODE, 10, 40)
+    arrive(state, Role.DECODE, 4 * BLOCK, 4 * BLOCK, 4 * BLOCK)
+    assert [address for _, address in bind_all(state, Role.DECODE)] == ["w0", "w1", "w1"]
+
+
+def test_a_full_instance_does_not_strand_what_another_has_room_for():
+    state = state_with(Role.DECODE, 4, 4)
+    arrive(state, Role.DECODE, *[4 * BLOCK] * 3)
+    assert bind_all(state, Role.DECODE) == [("s0", "w0"), ("s1", "w1")]
+    state.leave("s1")
+    assert bind_all(state, Role.DECODE) == [("s2", "w1")]
+
+
+def test_a_large_one_at_the_head_is_not_overtaken():
+    state = state_with(Role.DECODE, 4)
+    arrive(state, Role.DECODE, 2 * BLOCK, 4 * BLOCK, BLOCK)
+    assert bind_all(state, Role.DECODE) == [("s0", "w0")]
+    state.leave("s0")
+    assert bind_all(state, Role.DECODE) == [("s1", "w0")]
+
+
+def test_finished_kv_takes_room_on_its_prefill_instance_until_it_is_let_go():
+    state = state_with(Role.PREFILL, 4)
+    arrive(state, Role.PREFILL, 3 * BLOCK, 3 * BLOCK)
+    assert bind_all(state, Role.PREFILL) == [("s0", "w0")]
+    state.leave("s0")
+    state.hold("s0", "w0", 3 * BLOCK)
+    assert bind_all(state, Role.PREFILL) == []
+    state.let_go("s0")
+    state.let_go("s0")
+    assert bind_all(state, Role.PREFILL) == [("s1", "w0")]
+
+
+def test_an_instance_that_takes_no_tasks_is_passed_over():
+    state = state_with(Role.DECODE, 9, 9)
+    state.instances["w0"].is_accepting = False
+    arrive(state, Role.DECODE, BLOCK)
+    assert bind_all(state, Role.DECODE) == [("s0", "w1")]
+
+
+def test_a_rerun_keeps_its_place_in_line():
+    state = state_with(Role.DECODE, 4, 4)
+    first, *_ = arrive(state, Role.DECODE, *[4 * BLOCK] * 4)
+    bind_all(state, Role.DECODE)
+    state.remove_instance("w0", is_loss=False)
+    state.arrive(first)
+    state.leave("s1")
+    assert bind_all(state, Role.DECODE) == [("s0", "w1")]
+
+
+def test_suspects_run_one_by_one_beside_the_others():
+    state = state_with(Role.DECODE, 100)
+    suspects = arrive(state, Role.DECODE, BLOCK, BLOCK)
+    bind_all(state, Role.DECODE)
+    state.remove_instance("w0", is_loss=True)
+    state.add_instance(InstanceState("w1", Role.DECODE, 8, 100, BLOCK))
+    for stage in suspects:
+        state.arrive(stage)
+    arrive(state, Role.DECODE, BLOCK, name="fresh")
+    assert bind_all(state, Role.DECODE) == [("s0", "w1"), ("fresh0", "w1")]
+    state.clear(suspects[0])
+    assert bind_all(state, Role.DECODE) == [("s1", "w1")]
+
+
+def test_the_one_on_probation_is_convicted_and_no_other():
+    state = state_with(Role.DECODE, 100, 100, 100)
+    for address in ("w0", "w1"):
+        for stage in arrive(state, Role.DECODE, BLOCK, BLOCK):
+            state.arrive(stage)
+        state.instances["w2"].is_accepting = False
+        if address == "w0":
+            state.instances["w1"].is_accepting = False
+        else:
+            state.instances["w1"].is_accepting = True
+        bind_all(state, Role.DECODE)
+        state.remove_instance(address, is_loss=True)
+    assert [s.is_convicted for s in state.stages.values()] == [True, False]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_books_balance_under_random_traffic(seed: int):
+    rng = random.Random(seed)
+    state = state_with(Role.DECODE, 20, 30, 10, slots=3)
+    running: list[str] = []
+    served: list[int] = []
+    for step in range(400):
+        if rng.random() < 0.5:
+            state.arrive(Stage(f"r{step}", Role.DECODE, 1, rng.randint(1, 10 * BLOCK)))
+        elif running:
+            state.leave(running.pop(rng.randrange(len(running))))
+        for key, _ in bind_all(state, Role.DECODE):
+            running.append(key)
+            served.append(state.stages[key].ticket)
+        for instance in state.instances.values():
+            blocks = sum(stage.blocks_on(instance) for stage in instance.bound.values())
+            assert instance.used_blocks == blocks <= instance.num_blocks
+            assert len(instance.bound) <= instance.slots
+    assert served == sorted(served)
+    for key in list(state.stages):
+        state.leave(key)
+    assert all(i.used_blocks == i.queued_tokens == 0 for i in state.instances.values())
+    assert state.num_waiting(Role.DECODE) == 0

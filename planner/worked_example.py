@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from daskserve.core.instance import Role
 from daskserve.core.placement import Parallelism
 from daskserve.core.slo import SLO
+from daskserve.planner.queueing import PrefillQueue
 from daskserve.planner.search.space import SearchSpace
 from daskserve.planner.search.units import Estimate, Unit
 
@@ -69,17 +70,11 @@ class ClosedForm:
         rate_of = {Role.PREFILL: self.prefill_rate, Role.DECODE: self.decode_rate}
         return min(group.count * rate_of[group.role](group.parallelism) for group in unit.groups)
 
-    def _slower(self, parallelism: Parallelism) -> float:
-        return 1.0 + self.stage_overhead * (parallelism.pp - 1)
-
     def prefill_rate(self, parallelism: Parallelism) -> float:
         """Highest rate whose mean TTFT, ``Ds + R Dm^2 / (2 (1 - R Dm))``, meets the SLO."""
-        request_s = self.prefill_s / parallelism.tp**self.tp_exponent * self._slower(parallelism)
-        stage_s = request_s / parallelism.pp
-        slack_s = self.slo.ttft_s - request_s
-        if slack_s <= 0:
-            return 0.0
-        return 2.0 * slack_s / (stage_s**2 + 2.0 * slack_s * stage_s)
+        speed_up = parallelism.tp**self.tp_exponent
+        queue = PrefillQueue.of(self.prefill_s, speed_up, parallelism.pp, self.stage_overhead)
+        return queue.highest_rate(self.slo.ttft_s)
 
     def decode_step_s(self, parallelism: Parallelism, batch: int) -> float:
         """One token for every request of a micro-batch: memory or compute, whichever is slower."""
@@ -88,7 +83,7 @@ class ClosedForm:
         read = self.weight_bytes + batch * context * self.kv_bytes_per_token
         memory_s = read / (self.memory_bandwidth * speed_up)
         compute_s = 2.0 * self.num_parameters * batch / (self.effective_flops * speed_up)
-        return max(memory_s, compute_s) * self._slower(parallelism)
+        return max(memory_s, compute_s) * (1.0 + self.stage_overhead * (parallelism.pp - 1))
 
     def decode_rate(self, parallelism: Parallelism) -> float:
         """Rate at the largest micro-batch that memory and the TPOT SLO allow."""

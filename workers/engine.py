@@ -80,6 +80,7 @@ class Engine:
     ) -> None:
         self.runner, self.pool, self.role, self.config = runner, pool, role, config
         self.tokenizer = tokenizer
+        self.budget_tokens = budget_tokens
         self.kv_layout = kv_layout
         self.clock = clock
         self.clock_offset_s = 0.0

@@ -11,9 +11,10 @@ from daskserve.text.tokenizer import Tokenizer
 from daskserve.workers.engine import Engine
 from daskserve.workers.forward import Runner
 from daskserve.workers.kv_pool import KVPool, kv_layout, page_bytes
+from daskserve.workers.profile import stored_budget
 
 DEFAULT_BUDGET_TOKENS = 512
-"""L_m where none was measured."""
+"""L_m where neither the configuration nor a profile says it."""
 
 _MOST_DEFAULT_BLOCKS = 65_536  # a million tokens: more is bookkeeping without use
 
@@ -52,6 +53,13 @@ def build_engine(role: Role, config: EngineConfig, load: LoadModel = load_model)
         role,
         config,
         tokenizer,
-        budget_tokens=config.prefill_budget_tokens or DEFAULT_BUDGET_TOKENS,
+        budget_tokens=_budget_tokens(config),
         kv_layout=kv_layout(config.model, runner.shape, runner.dtype, config.block_size),
     )
+
+
+def _budget_tokens(config: EngineConfig) -> int:
+    if config.prefill_budget_tokens is not None:
+        return config.prefill_budget_tokens
+    measured = None if config.model == "mock" else stored_budget(config)
+    return measured or DEFAULT_BUDGET_TOKENS

@@ -228,15 +228,15 @@ def make_engine() -> Callable[..., Engine]:
     """``make_engine(role, model="mock", **config)``; models are loaded once per test run."""
 
     @functools.cache
-    def parts(model: str, dtype: str) -> tuple[Runner, Tokenizer]:
-        return load_model(EngineConfig(model=model, dtype=dtype, num_threads=1))
+    def parts(model: str, dtype: str, num_threads: int) -> tuple[Runner, Tokenizer]:
+        return load_model(EngineConfig(model=model, dtype=dtype, num_threads=num_threads))
 
     def make(role: Role, model: str = "mock", dtype: str = "float32", **settings) -> Engine:
         config = EngineConfig(model=model, dtype=dtype, mock_prefill_s=0, mock_decode_s=0)
-        config = replace(config, **({"num_kv_blocks": 256} | settings))
+        config = replace(config, **({"num_kv_blocks": 256, "num_threads": 1} | settings))
         if model == "mock":
             return build_engine(role, config)
-        runner, tokenizer = parts(model, dtype)
+        runner, tokenizer = parts(model, dtype, config.num_threads)
         return build_engine(role, config, lambda _: (copy.copy(runner), tokenizer))
 
     return make

@@ -124,19 +124,37 @@ def test_a_few_real_prompts_equal_generate(smollm2_dir, prompts_dir, serve, make
 
 @pytest.fixture(scope="module")
 def fifty(smollm2_dir, prompts_dir, make_request):
-    """50 real prompts with the 128 tokens that ``generate`` gives each of them alone."""
     tokenizer = Tokenizer.load(smollm2_dir)
-    requests = as_requests(real_prompts(prompts_dir, 50), tokenizer, make_request, 128)
-    torch.set_num_threads(2)
-    return [(r, generate("smollm2-135m", r.prompt_token_ids, 128)) for r in requests]
+    return as_requests(real_prompts(prompts_dir, 50), tokenizer, make_request, 128)
+
+
+@functools.cache
+def is_greedy(prompt: tuple[int, ...], answer: tuple[int, ...]) -> bool:
+    """Whether plain transformers picks every token of an answer, from one pass over all of it."""
+    ids = torch.tensor([prompt + answer])
+    with torch.inference_mode():
+        logits = reference_model("smollm2-135m")(ids).logits[0, len(prompt) - 1 : -1]
+    return tuple(logits.argmax(-1).tolist()) == answer
+
+
+def expected_answer(request, answer: tuple[int, ...]) -> tuple[int, ...]:
+    """What ``generate`` says; it runs only where one pass over the answer does not settle it."""
+    params, prompt = request.params, request.prompt_token_ids
+    eos = Tokenizer.load(resolve("smollm2-135m")).eos_token_ids
+    is_whole = len(answer) == params.max_tokens or answer[-1] in eos
+    if is_whole and not eos & set(answer[:-1]) and is_greedy(prompt, answer):
+        return answer
+    return generate("smollm2-135m", prompt, params.max_tokens)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("max_batch", [1, 8, 32])
 @pytest.mark.parametrize("mode", MODES)
 def test_fifty_real_prompts_equal_generate(mode, max_batch, fifty, serve) -> None:
-    requests = [request for request, _ in fifty]
-    answers = serve(mode, requests, "smollm2-135m", max_batch_size=max_batch, num_kv_blocks=2048)
-    wrong = [r.request_id for (r, expected), a in zip(fifty, answers, strict=True) if a != expected]
+    requests = fifty[::5] if max_batch == 1 else fifty  # one at a time takes minutes for all
+    settings = dict(max_batch_size=max_batch, num_kv_blocks=2048, num_threads=2)
+    answers = serve(mode, requests, "smollm2-135m", **settings)
+    expected = [expected_answer(r, a) for r, a in zip(requests, answers, strict=True)]
+    wrong = [r.request_id for r, a, e in zip(requests, answers, expected, strict=True) if a != e]
     assert wrong == []

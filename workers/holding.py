@@ -97,6 +97,14 @@ class BurstBuffer:
             held.expires_at = max(held.expires_at, now + self._pull_timeout_s)
             return held.pages
 
+    def keep(self, request_ids: Iterable[str], now: float) -> None:
+        """Start the leases of these requests anew; unknown ones are ignored."""
+        with self._lock:
+            for request_id in request_ids:
+                held = self._held.get(request_id)
+                if held is not None and held.expires_at > now:
+                    held.expires_at = max(held.expires_at, now + self._lease_s)
+
     def take(self, request_id: str, secret: bytes | None = None) -> int | None:
         """Stop holding; returns the owner whose pages to free, or None if nothing matches.
 

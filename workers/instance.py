@@ -159,6 +159,10 @@ class Instance:
         pages = self.engine.holding.pin(handle, self.engine.clock())
         return self.engine.pool.page_views(pages)
 
+    def keep(self, request_ids: Iterable[str]) -> None:
+        """Renew the leases of held KV whose decode still waits its turn. Any thread."""
+        self.engine.holding.keep(request_ids, self.engine.clock())
+
     def release(self, request_id: str, secret: bytes) -> None:
         """Give held KV back; does nothing if it is gone or the secret is wrong. Any thread."""
         self._thread.post(partial(self.engine.release, request_id, secret))

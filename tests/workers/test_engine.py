@@ -130,6 +130,20 @@ def test_expiry_is_by_each_ones_own_deadline(make_rig, make_request) -> None:
     assert prefill.load.used_kv_blocks == 0
 
 
+def test_kept_kv_outlives_its_first_lease_and_no_longer(make_rig, make_request) -> None:
+    rig = make_rig("disaggregated", pulls_ok=lambda _: None, kv_lease_s=10)
+    del rig.by_role[Role.DECODE]
+    for name in ("kept", "not kept"):
+        rig.submit(make_request(name, 8, max_tokens=4))
+    rig.run()
+    rig.now = 8.0
+    rig.entry.holding.keep(["kept", "unknown"], rig.now)
+    for now, holding in [(17.0, 1), (18.0, 0)]:
+        rig.now = now
+        rig.step()
+        assert rig.entry.load.num_holding == holding
+
+
 def test_one_token_never_reaches_decode(make_rig, make_request) -> None:
     rig = make_rig("disaggregated")
     rig.submit(make_request("one", 20, max_tokens=1), streams=True)

@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import orjson
+from dask.utils import ensure_dict
+from distributed import Future
 
 from daskserve.batch.folder import is_url
 from daskserve.batch.lines import Form, Row, read_row
@@ -229,10 +231,19 @@ def _parquet_records(path: Path) -> Iterator[dict[str, Any]]:
 
 def _frame_records(frame: Any) -> Iterator[dict[str, Any]]:
     frame = frame[_projected(frame.columns)]
+    scheduler = _scheduler_of(frame)
     for index in range(frame.npartitions):
-        yield from frame.partitions[index].compute().to_dict("records")
+        yield from frame.partitions[index].compute(scheduler=scheduler).to_dict("records")
 
 
 def _bag_records(bag: Any) -> Iterator[Any]:
+    scheduler = _scheduler_of(bag)
     for part in bag.to_delayed():
-        yield from part.compute()
+        yield from part.compute(scheduler=scheduler)
+
+
+def _scheduler_of(collection: Any) -> Any:
+    """Persisted data is read where it lies; anything else in threads here, not on the engines."""
+    graph = ensure_dict(collection.__dask_graph__())
+    held = next((value for value in graph.values() if isinstance(value, Future)), None)
+    return "threads" if held is None else held.client.get

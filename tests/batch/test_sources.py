@@ -4,6 +4,7 @@ import os
 import tracemalloc
 
 import dask.bag
+import distributed
 import numpy as np
 import pandas as pd
 import pytest
@@ -76,6 +77,17 @@ def test_data_frame_rows_do_not_depend_on_partitions(tmp_path):
     assert len(hashes) == 1
     rows = rows_of(few, tmp_path)
     assert [prompt_of(r, SamplingParams(), "m")[1].max_tokens for r in rows[2:4]] == [5, 128]
+
+
+def test_persisted_collections_are_read_where_they_lie(tmp_path):
+    import dask.dataframe
+
+    frame = dask.dataframe.from_pandas(pd.DataFrame({"prompt": ["a", "b"], "x": [1, 2]}), 2)
+    with distributed.Client(processes=False, n_workers=1, dashboard_address=None) as client:
+        held = client.persist(frame)
+        held_bag = client.persist(dask.bag.from_sequence(["a", "b"], 2))
+        expected = [("row-0", "a"), ("row-1", "b")]
+        assert prompts_of(held, tmp_path) == prompts_of(held_bag, tmp_path) == expected
 
 
 def test_parquet_file_and_folder(tmp_path):

@@ -46,11 +46,23 @@ class PagedStep:
         return cls(pages, batch, write_pages, positions % block_size)
 
 
+@dataclass(frozen=True, slots=True)
+class LayerFacts:
+    """What one layer asks of attention."""
+
+    num_kv_heads: int
+    head_dim: int
+    scaling: float
+    window: int | None
+    is_plain: bool
+    """Whether a softmax over the causal window is all there is: no soft-capping, no sinks."""
+
+
 @dataclass(slots=True)
 class AttentionRecorder:
-    """Stands in for a step to learn which layers call the function, and with what KV shape."""
+    """Stands in for a step, to learn which layers call the function and what they ask of it."""
 
-    kv_shapes: dict[int, tuple[int, int]] = field(default_factory=dict)
+    layers: dict[int, LayerFacts] = field(default_factory=dict)
 
 
 def paged_attention(
@@ -71,15 +83,17 @@ def paged_attention(
     """Attention of packed rows ``[1, heads, T, head_dim]`` over the paged pool."""
     _refuse_unknown(module, attention_mask, others)
     layer = module.layer_idx
+    if scaling is None:
+        scaling = query.shape[-1] ** -0.5
     if isinstance(paged, AttentionRecorder):
-        paged.kv_shapes[layer] = (key.shape[1], key.shape[3])
+        is_plain = softcap is None and s_aux is None
+        facts = LayerFacts(key.shape[1], key.shape[3], scaling, sliding_window, is_plain)
+        paged.layers[layer] = facts
         return torch.zeros_like(query).transpose(1, 2), None
     keys, values = key[0].transpose(0, 1), value[0].transpose(0, 1)
     layer_pages = paged.pages[:, layer]
     layer_pages[paged.write_pages, 0, :, paged.write_offsets] = keys
     layer_pages[paged.write_pages, 1, :, paged.write_offsets] = values
-    if scaling is None:
-        scaling = query.shape[-1] ** -0.5
     output = torch.empty_like(query[0])
     starts = paged.batch.query_start.tolist()
     for row, context in enumerate(paged.batch.context_tokens.tolist()):

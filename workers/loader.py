@@ -13,7 +13,8 @@ from daskserve.core.instance import EngineConfig
 from daskserve.errors import ModelError
 from daskserve.workers.attention import ATTENTION_NAME
 from daskserve.workers.forward import ModelShape
-from daskserve.workers.probe import discover_kv_shape, verify
+from daskserve.workers.fused import FusedDecoder, can_fuse
+from daskserve.workers.probe import discover, verify
 from daskserve.workers.runner import ModelRunner
 
 
@@ -39,19 +40,20 @@ def load_runner(model_dir: Path, config: EngineConfig) -> ModelRunner:
     model = _load_model(Path(model_dir), dtype)
     name = _architecture(model.config)
     try:
-        num_layers, num_kv_heads, head_dim = discover_kv_shape(model)
+        facts = discover(model)
     except ModelError as error:
         raise ModelError(f"{name} cannot be served: {error}") from error
     text_config = model.config.get_text_config()
     shape = ModelShape(
-        num_layers=num_layers,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
+        num_layers=len(facts),
+        num_kv_heads=facts[0].num_kv_heads,
+        head_dim=facts[0].head_dim,
         vocab_size=text_config.vocab_size,
         context_tokens=text_config.max_position_embeddings,
         eos_token_ids=_eos_token_ids(model),
     )
-    runner = ModelRunner(model, shape, dtype, num_threads)
+    fused = FusedDecoder(model, facts, shape, num_threads) if can_fuse(model, facts) else None
+    runner = ModelRunner(model, shape, dtype, num_threads, fused)
     verify(runner, name, config.block_size)
     return runner
 

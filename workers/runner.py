@@ -7,6 +7,8 @@ import torch
 from daskserve.errors import ModelError
 from daskserve.workers.attention import PagedStep
 from daskserve.workers.forward import ForwardBatch, ModelShape, Runner
+from daskserve.workers.fused import FusedDecoder
+from daskserve.workers.kernels.vector import LANES
 
 __all__ = ["ForwardBatch", "ModelRunner", "ModelShape", "Runner"]
 
@@ -22,15 +24,23 @@ class ModelRunner:
         Sizes of the model and the type of its weights and KV.
     num_threads
         Threads of the matrix products; set on whichever thread calls ``forward``.
+    fused
+        The compiled step, for families that have one.
     """
 
     def __init__(
-        self, model: torch.nn.Module, shape: ModelShape, dtype: torch.dtype, num_threads: int
+        self,
+        model: torch.nn.Module,
+        shape: ModelShape,
+        dtype: torch.dtype,
+        num_threads: int,
+        fused: FusedDecoder | None = None,
     ) -> None:
         self.model = model
         self.shape = shape
         self.dtype = dtype
         self.num_threads = num_threads
+        self.fused = fused
         self.pages: torch.Tensor | None = None
 
     def bind(self, pool_pages: torch.Tensor) -> None:
@@ -47,6 +57,8 @@ class ModelRunner:
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         """float32 logits ``[R, vocab]`` of each row's last token; writes the new tokens' KV."""
+        if self.fused is not None and self.pages.shape[4] % LANES == 0:
+            return self.fused.forward(batch, self.pages)
         if torch.get_num_threads() != self.num_threads:
             torch.set_num_threads(self.num_threads)
         return self._forward_modules(PagedStep.of(self.pages, batch))

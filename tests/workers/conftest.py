@@ -75,6 +75,38 @@ FAMILIES: dict[str, tuple[str, dict]] = {
     "smollm3": ("smollm3", _ROTARY | dict(no_rope_layers=[1, 0, 1], use_sliding_window=False)),
 }
 
+# The same families with sizes that the compiled step takes.
+_WIDE = _ROTARY | dict(hidden_size=96, intermediate_size=80, head_dim=32, num_key_value_heads=3)
+_WIDE |= dict(num_attention_heads=6)
+FUSED: dict[str, tuple[str, dict]] = {
+    "fused-llama": ("llama", _WIDE),
+    "fused-llama-one-kv-head": (
+        "llama",
+        _WIDE | dict(num_attention_heads=6, num_key_value_heads=1),
+    ),
+    "fused-llama-scaled": (
+        "llama",
+        _WIDE
+        | dict(
+            tie_word_embeddings=True,
+            rope_parameters=dict(rope_type="llama3", rope_theta=1e4, factor=4.0)
+            | dict(low_freq_factor=1.0, high_freq_factor=4.0)
+            | dict(original_max_position_embeddings=32),
+        ),
+    ),
+    "fused-mistral": ("mistral", _WIDE | dict(sliding_window=19)),
+    "fused-qwen2": (
+        "qwen2",
+        _WIDE
+        | dict(hidden_size=192, use_sliding_window=True, sliding_window=19, max_window_layers=1),
+    ),
+    "fused-qwen3": ("qwen3", _WIDE | dict(head_dim=64)),
+    "fused-smollm3": (
+        "smollm3",
+        _WIDE | dict(hidden_size=192, no_rope_layers=[1, 0, 1], use_sliding_window=False),
+    ),
+}
+
 OTHERS: dict[str, tuple[str, dict]] = {
     "falcon": (
         "falcon",
@@ -86,7 +118,7 @@ OTHERS: dict[str, tuple[str, dict]] = {
 
 def build(name: str, folder: Path) -> Path:
     """Write a random fp32 model of this family as a model directory."""
-    model_type, settings = FAMILIES.get(name) or OTHERS[name]
+    model_type, settings = (FAMILIES | FUSED | OTHERS)[name]
     torch.manual_seed(0)
     config = AutoConfig.for_model(model_type, **settings)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -108,6 +140,8 @@ def family_dir(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "family" in metafunc.fixturenames:
         metafunc.parametrize("family", FAMILIES)
+    if "fused_family" in metafunc.fixturenames:
+        metafunc.parametrize("fused_family", FUSED)
 
 
 class Rig:

@@ -1,0 +1,30 @@
+"""The decorator of all kernels: no GIL, cached on disk until any kernel source changes.
+
+numba looks only at the file of the function itself when it decides whether a cached binary is
+still good, and these kernels inline each other across files. So the cache folder is named after
+all of them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+
+import numba
+from numba.core import config
+
+from daskserve.models.cache import cache_dir
+
+_SOURCES = sorted(Path(__file__).parent.glob("*.py"))
+_DIGEST = hashlib.sha256(b"".join(path.read_bytes() for path in _SOURCES)).hexdigest()[:16]
+
+
+def kernel(function: Callable) -> Callable:
+    """Compile ``function`` at its first call; later processes load it from the cache."""
+    previous = config.CACHE_DIR
+    config.CACHE_DIR = str(cache_dir() / "kernels" / _DIGEST)
+    try:
+        return numba.njit(cache=True, nogil=True, error_model="numpy")(function)
+    finally:
+        config.CACHE_DIR = previous

@@ -1,0 +1,366 @@
+"""The decoder's phases apart from attention: embedding, norms, projections, the output head.
+
+Each phase runs on every thread of the team, which shares out blocks of lanes or weight rows; the
+caller puts a barrier between phases. One block of one phase is 16 tokens wide.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from daskserve.workers.kernels.jit import kernel
+from daskserve.workers.kernels.matmul import ROWS, STEP_BYTES, product
+from daskserve.workers.kernels.tables import (
+    LANE_FIELDS,
+    LANE_KV,
+    LANE_POSITION,
+    LANE_TOKEN,
+    ROW_FIELDS,
+    ROW_LANE,
+    blocks_of,
+)
+from daskserve.workers.kernels.team import share
+from daskserve.workers.kernels.vector import (
+    LANES,
+    broadcast,
+    exp,
+    fma,
+    load,
+    load_int,
+    load_scalar,
+    load_scalar_bfloat16,
+    load_word,
+    pack_pair,
+    splat,
+    square_root,
+    store,
+    store_scalar,
+    store_transposed,
+    store_word,
+    store_words,
+)
+
+_INPUT_CACHE_BYTES = 768 * 1024  # packed input that may stay in the second-level cache
+
+
+@kernel
+def packed_bytes(decoder, num_features):
+    """Bytes of one block of a packed input."""
+    return num_features * decoder.element * LANES
+
+
+@kernel
+def pack(decoder, target, feature, first, second):
+    """Store features ``feature`` (even) and the one after it of one packed block."""
+    if decoder.element == 2:
+        store_words(target + feature * 32, pack_pair(first, second))
+    else:
+        store(target + feature * 64, first)
+        store(target + feature * 64 + 64, second)
+
+
+@kernel
+def lane_field(step, lane, field):
+    """One field of a lane."""
+    return load_int(step.lanes + (lane * LANE_FIELDS + field) * 8)
+
+
+@kernel
+def load_weight(decoder, address):
+    """One weight as float32."""
+    if decoder.element == 4:
+        return load_scalar(address)
+    return load_scalar_bfloat16(address)
+
+
+@kernel
+def embed(thread, num_threads, decoder, work, step):
+    """Token embeddings into the residual, and the rotation of each lane's position."""
+    low, high = share(step.num_blocks, thread, num_threads)
+    row_bytes = decoder.hidden * decoder.element
+    half = decoder.head_dim // 2
+    for block in range(low, high):
+        residual = work.residual + block * decoder.hidden * 64
+        for lane in range(LANES):
+            token = lane_field(step, block * LANES + lane, LANE_TOKEN)
+            if token < 0:
+                for feature in range(decoder.hidden):
+                    store_scalar(residual + feature * 64 + lane * 4, np.float32(0.0))
+                continue
+            source = decoder.embedding + token * row_bytes
+            for feature in range(decoder.hidden):
+                value = load_weight(decoder, source + feature * decoder.element)
+                store_scalar(residual + feature * 64 + lane * 4, value)
+            position = np.float32(lane_field(step, block * LANES + lane, LANE_POSITION))
+            for pair in range(half):
+                angle = position * load_scalar(decoder.frequencies + pair * 4)
+                at = (block * half + pair) * 64 + lane * 4
+                scale = np.float32(decoder.rotary_scale)
+                store_scalar(work.cosine + at, np.cos(angle) * scale)
+                store_scalar(work.sine + at, np.sin(angle) * scale)
+
+
+@kernel
+def _inverse_norm(source, num_features, epsilon):
+    total = splat(np.float32(0.0))
+    other = total
+    for feature in range(0, num_features, 2):
+        first, second = load(source + feature * 64), load(source + feature * 64 + 64)
+        total, other = fma(first, first, total), fma(second, second, other)
+    mean = (total + other) * splat(np.float32(1.0 / num_features))
+    return splat(np.float32(1.0)) / square_root(mean + splat(np.float32(epsilon)))
+
+
+@kernel
+def normalize(thread, num_threads, decoder, work, step, weight):
+    """RMSNorm of the residual into the packed input."""
+    low, high = share(step.num_blocks, thread, num_threads)
+    for block in range(low, high):
+        source = work.residual + block * decoder.hidden * 64
+        target = work.packed + block * packed_bytes(decoder, decoder.hidden)
+        scale = _inverse_norm(source, decoder.hidden, decoder.epsilon)
+        for feature in range(0, decoder.hidden, 2):
+            first = load(source + feature * 64) * scale * broadcast(weight + feature * 4)
+            second = load(source + feature * 64 + 64) * scale * broadcast(weight + feature * 4 + 4)
+            pack(decoder, target, feature, first, second)
+
+
+@kernel
+def _chunk_of_blocks(row_bytes):
+    """An even number of blocks whose packed input stays in the second-level cache."""
+    return max(2, _INPUT_CACHE_BYTES // (row_bytes * LANES) // 2 * 2)
+
+
+@kernel
+def project_heads(thread, num_threads, decoder, work, step, layer, scratch):
+    """Queries, keys and values: normed and rotated where the model does, K and V to their pages."""
+    num_heads = decoder.num_heads + 2 * decoder.num_kv_heads
+    low, high = share(num_heads, thread, num_threads)
+    row_bytes = decoder.hidden * decoder.element
+    stride = packed_bytes(decoder, decoder.hidden)
+    chunk = _chunk_of_blocks(row_bytes)
+    for start in range(0, step.num_blocks, chunk):
+        for head in range(low, high):
+            head_rows = (layer * num_heads + head) * decoder.head_dim
+            weights = decoder.qkv + head_rows * row_bytes
+            for block in range(start, min(start + chunk, step.num_blocks), 2):
+                num_blocks = min(2, step.num_blocks - block)
+                for pair in range(decoder.head_dim // ROWS):
+                    first = weights + pair * LANES * row_bytes
+                    ahead = decoder.head_dim * row_bytes if block == 0 and head + 1 < high else 0
+                    product(
+                        decoder.kind,
+                        first,
+                        first + decoder.head_dim // 2 * row_bytes,
+                        row_bytes,
+                        work.packed + block * stride,
+                        stride,
+                        num_blocks,
+                        row_bytes // STEP_BYTES,
+                        scratch + pair * num_blocks * ROWS * 64,
+                        ahead,
+                    )
+                for b in range(num_blocks):
+                    _finish_head(
+                        decoder, work, step, layer, head, block + b, b, num_blocks, scratch
+                    )
+
+
+@kernel
+def _finish_head(decoder, work, step, layer, head, block, b, num_blocks, scratch):
+    """Gather one head's features in order, then bias, norm, rotation and its place."""
+    half = decoder.head_dim // 2
+    features = scratch + decoder.head_dim * 2 * 64
+    for feature in range(half):
+        tile = (feature // LANES * num_blocks + b) * ROWS + feature % LANES
+        store(features + feature * 64, load(scratch + tile * 64))
+        store(features + (feature + half) * 64, load(scratch + (tile + LANES) * 64))
+    num_heads = decoder.num_heads + 2 * decoder.num_kv_heads
+    if decoder.qkv_bias != 0:
+        bias = decoder.qkv_bias + (layer * num_heads + head) * decoder.head_dim * 4
+        for feature in range(decoder.head_dim):
+            at = features + feature * 64
+            store(at, load(at) + broadcast(bias + feature * 4))
+    is_query, is_value = head < decoder.num_heads, head >= decoder.num_heads + decoder.num_kv_heads
+    if not is_value:
+        weight = decoder.query_norm if is_query else decoder.key_norm
+        if weight != 0:
+            _normalize_head(decoder, features, weight + layer * decoder.head_dim * 4)
+        if load_int(decoder.rotary + layer * 8) != 0:
+            _rotate(work, block, half, features)
+    words = decoder.head_dim * decoder.element // 4
+    target = features
+    if is_query:
+        target = work.query + (block * decoder.num_heads + head) * words * 64
+    for feature in range(0, decoder.head_dim, 2):
+        first, second = load(features + feature * 64), load(features + feature * 64 + 64)
+        pack(decoder, target, feature, first, second)
+    if not is_query:
+        kv_head = head - decoder.num_heads
+        _write_kv(decoder, step, layer, kv_head, block, features, words)
+
+
+@kernel
+def _normalize_head(decoder, features, weight):
+    scale = _inverse_norm(features, decoder.head_dim, decoder.epsilon)
+    for feature in range(decoder.head_dim):
+        at = features + feature * 64
+        store(at, load(at) * scale * broadcast(weight + feature * 4))
+
+
+@kernel
+def _rotate(work, block, half, features):
+    for pair in range(half):
+        low, high = features + pair * 64, features + (pair + half) * 64
+        cosine = load(work.cosine + (block * half + pair) * 64)
+        sine = load(work.sine + (block * half + pair) * 64)
+        first, second = load(low), load(high)
+        store(low, first * cosine - second * sine)
+        store(high, second * cosine + first * sine)
+
+
+@kernel
+def _write_kv(decoder, step, layer, kv_head, block, words_at, words):
+    """Each lane's key or value to its page; heads of values follow those of keys there."""
+    head_bytes = step.block_size * words * 4
+    offset = (layer * 2 * decoder.num_kv_heads + kv_head) * head_bytes
+    for lane in range(LANES):
+        place = lane_field(step, block * LANES + lane, LANE_KV)
+        if place != 0:
+            for word in range(words):
+                value = load_word(words_at + word * 64 + lane * 4)
+                store_word(place + offset + word * 4, value)
+
+
+@kernel
+def project_residual(
+    thread, num_threads, decoder, work, step, weights, num_features, source, scratch
+):
+    """Add a projection of a packed input to the residual."""
+    low, high = share(decoder.hidden // ROWS, thread, num_threads)
+    row_bytes = num_features * decoder.element
+    stride = packed_bytes(decoder, num_features)
+    chunk = _chunk_of_blocks(row_bytes)
+    for start in range(0, step.num_blocks, chunk):
+        for item in range(low, high):
+            first = weights + item * ROWS * row_bytes
+            for block in range(start, min(start + chunk, step.num_blocks), 2):
+                num_blocks = min(2, step.num_blocks - block)
+                product(
+                    decoder.kind,
+                    first,
+                    first + LANES * row_bytes,
+                    row_bytes,
+                    source + block * stride,
+                    stride,
+                    num_blocks,
+                    row_bytes // STEP_BYTES,
+                    scratch,
+                    ROWS * row_bytes if block == 0 and item + 1 < high else 0,
+                )
+                for b in range(num_blocks):
+                    target = work.residual + ((block + b) * decoder.hidden + item * ROWS) * 64
+                    for row in range(ROWS):
+                        at = target + row * 64
+                        store(at, load(at) + load(scratch + (b * ROWS + row) * 64))
+
+
+@kernel
+def project_inner(thread, num_threads, decoder, work, step, layer, scratch):
+    """The gated feed-forward's inner features: silu(gate) * up, packed."""
+    low, high = share(decoder.inner // LANES, thread, num_threads)
+    row_bytes = decoder.hidden * decoder.element
+    stride = packed_bytes(decoder, decoder.hidden)
+    weights = decoder.gate_up + layer * 2 * decoder.inner * row_bytes
+    chunk = _chunk_of_blocks(row_bytes)
+    for start in range(0, step.num_blocks, chunk):
+        for item in range(low, high):
+            gate = weights + item * LANES * row_bytes
+            for block in range(start, min(start + chunk, step.num_blocks), 2):
+                num_blocks = min(2, step.num_blocks - block)
+                product(
+                    decoder.kind,
+                    gate,
+                    gate + decoder.inner * row_bytes,
+                    row_bytes,
+                    work.packed + block * stride,
+                    stride,
+                    num_blocks,
+                    row_bytes // STEP_BYTES,
+                    scratch,
+                    LANES * row_bytes if block == 0 and item + 1 < high else 0,
+                )
+                for b in range(num_blocks):
+                    target = work.inner + (block + b) * packed_bytes(decoder, decoder.inner)
+                    tile = scratch + b * ROWS * 64
+                    for row in range(0, LANES, 2):
+                        pack(
+                            decoder,
+                            target,
+                            item * LANES + row,
+                            _gated(tile + row * 64),
+                            _gated(tile + row * 64 + 64),
+                        )
+
+
+@kernel
+def _gated(gate_at):
+    gate, up = load(gate_at), load(gate_at + LANES * 64)
+    one = splat(np.float32(1.0))
+    return gate * up / (one + exp(splat(np.float32(0.0)) - gate))
+
+
+@kernel
+def gather_last(thread, num_threads, decoder, work, step, scratch):
+    """Final norm of every row's last token into the packed input, rows in the batch's order."""
+    low, high = share(blocks_of(step.num_rows), thread, num_threads)
+    for block in range(low, high):
+        for lane in range(min(LANES, step.num_rows - block * LANES)):
+            row = block * LANES + lane
+            last = load_int(step.rows + (row * ROW_FIELDS + ROW_LANE) * 8)
+            source = work.residual + last // LANES * decoder.hidden * 64 + last % LANES * 4
+            for feature in range(decoder.hidden):
+                store_scalar(scratch + feature * 64 + lane * 4, load_scalar(source + feature * 64))
+        target = work.packed + block * packed_bytes(decoder, decoder.hidden)
+        scale = _inverse_norm(scratch, decoder.hidden, decoder.epsilon)
+        for feature in range(0, decoder.hidden, 2):
+            weight = decoder.final_norm + feature * 4
+            first = load(scratch + feature * 64) * scale * broadcast(weight)
+            second = load(scratch + feature * 64 + 64) * scale * broadcast(weight + 4)
+            pack(decoder, target, feature, first, second)
+
+
+@kernel
+def project_vocabulary(thread, num_threads, decoder, work, step, scratch):
+    """Logits of the rows gathered by ``gather_last``."""
+    # The last item starts early enough to end with the vocabulary; rows done twice are equal.
+    low, high = share((decoder.vocab + ROWS - 1) // ROWS, thread, num_threads)
+    row_bytes = decoder.hidden * decoder.element
+    stride = packed_bytes(decoder, decoder.hidden)
+    num_blocks_in_all = blocks_of(step.num_rows)
+    for item in range(low, high):
+        token = min(item * ROWS, decoder.vocab - ROWS)
+        first = decoder.head + token * row_bytes
+        for block in range(0, num_blocks_in_all, 2):
+            num_blocks = min(2, num_blocks_in_all - block)
+            product(
+                decoder.kind,
+                first,
+                first + LANES * row_bytes,
+                row_bytes,
+                work.packed + block * stride,
+                stride,
+                num_blocks,
+                row_bytes // STEP_BYTES,
+                scratch,
+                ROWS * row_bytes if block == 0 and item + 2 < high else 0,
+            )
+            for b in range(num_blocks):
+                row = (block + b) * LANES
+                for group in range(2):
+                    store_transposed(
+                        scratch + (2 * b + group) * LANES * 64,
+                        step.logits + (row * decoder.vocab + token + group * LANES) * 4,
+                        decoder.vocab * 4,
+                        step.num_rows - row,
+                    )

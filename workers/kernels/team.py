@@ -1,0 +1,102 @@
+"""Threads that run one kernel together: a barrier and a shared counter inside, no OpenMP.
+
+torch's own thread pool spins for a while after each operator; a second pool beside it would
+fight it for the cores. Kernels that run a whole step need only plain threads without the GIL.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import weakref
+from collections.abc import Callable
+
+import numpy as np
+from numba import types
+
+from daskserve.workers.kernels.cpu import IS_X86
+from daskserve.workers.kernels.jit import kernel
+from daskserve.workers.kernels.vector import call_llvm, define, i64, ir
+
+BARRIER, COUNTER, SYNC_WORDS = 0, 16, 32
+"""Indices of the two shared words, on cache lines of their own."""
+_SPINS_BEFORE_YIELD = 4000
+
+_yield_core = types.ExternalFunction("sched_yield", types.int32())
+
+
+@define(types.int64, types.int64, types.int64)
+def atomic_add(builder, address, amount):
+    """Add to a shared int64; returns what it held before."""
+    pointer = builder.inttoptr(address, i64.as_pointer())
+    return builder.atomic_rmw("add", pointer, amount, "acq_rel")
+
+
+@define(types.int64, types.int64)
+def atomic_load(builder, address):
+    """Read a shared int64 that other threads write."""
+    pointer = builder.inttoptr(address, i64.as_pointer())
+    return builder.load_atomic(pointer, "acquire", 8)
+
+
+@define(types.void)
+def _pause(builder):
+    if IS_X86:
+        call_llvm(builder, "llvm.x86.sse2.pause", ir.VoidType(), [])
+
+
+@kernel
+def wait_for_all(sync, num_threads):
+    """Return once all threads of the team are here; ``sync`` is the address of its words."""
+    if num_threads == 1:
+        return
+    arrived = atomic_add(sync + 8 * BARRIER, 1)
+    goal = (arrived // num_threads + 1) * num_threads
+    spins = 0
+    while atomic_load(sync + 8 * BARRIER) < goal:
+        spins += 1
+        if spins > _SPINS_BEFORE_YIELD:
+            _yield_core()
+        else:
+            _pause()
+
+
+@kernel
+def share(count, thread, num_threads):
+    """First and end of this thread's part of ``count`` items."""
+    return count * thread // num_threads, count * (thread + 1) // num_threads
+
+
+class Team:
+    """The calling thread and ``num_threads - 1`` helpers, each with its own index.
+
+    A function given to ``run`` must end with ``wait_for_all``: when the caller's call returns, all
+    are done.
+    """
+
+    def __init__(self, num_threads: int) -> None:
+        self.num_threads = num_threads
+        self.sync = np.zeros(SYNC_WORDS, dtype=np.int64)
+        self._orders = [queue.SimpleQueue() for _ in range(num_threads - 1)]
+        for index, orders in enumerate(self._orders, start=1):
+            name = f"daskserve-kernel-{index}"
+            threading.Thread(target=_serve, args=(orders, index), name=name, daemon=True).start()
+        weakref.finalize(self, _dismiss, self._orders)
+
+    def run(self, function: Callable, *arguments: object) -> None:
+        """Call ``function(index, *arguments)`` on every thread of the team."""
+        for orders in self._orders:
+            orders.put((function, arguments))
+        function(0, *arguments)
+
+
+def _serve(orders: queue.SimpleQueue, index: int) -> None:
+    while (order := orders.get()) is not None:
+        function, arguments = order
+        function(index, *arguments)
+        del order, function, arguments  # keep nothing alive while waiting
+
+
+def _dismiss(all_orders: list[queue.SimpleQueue]) -> None:
+    for orders in all_orders:
+        orders.put(None)

@@ -1,0 +1,112 @@
+"""What a simulation answers: the timeline of every request and how busy everything was."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import xarray as xr
+
+from daskserve.core.slo import SLO
+from daskserve.planner.simulator.compiled import records as r
+
+STAGES = ("prefill_queue_s", "prefill_s", "kv_transfer_s", "decode_queue_s", "decode_s")
+"""DistServe's five stages (section 6.3), in the order in which they happen."""
+
+
+def ttft_s(done: np.recarray) -> np.ndarray:
+    """Time to first token; NaN for a request that no pool could hold."""
+    return done.prefill_queue_s + done.prefill_s
+
+
+def tpot_s(done: np.recarray) -> np.ndarray:
+    """Time per output token after the first; NaN for a single token, or if nobody decodes."""
+    after_first_s = done.kv_transfer_s + done.decode_queue_s + done.decode_s
+    has_tpot = (done.output_tokens > 1) & (done.decode_instance >= 0)
+    return after_first_s / np.where(has_tpot, done.output_tokens - 1, np.nan)
+
+
+def is_met(slo: SLO, ttft: np.ndarray, tpot: np.ndarray) -> np.ndarray:
+    """`SLO.is_met` for arrays; NaN stands for no TPOT, and for no TTFT at all."""
+    return (ttft <= slo.ttft_s) & ~(tpot > slo.tpot_s)
+
+
+@dataclass(frozen=True, eq=False)
+class SimulationResult:
+    """Parameters
+    ----------
+    timelines
+        Dimension ``request``: arrival, the five stages, ``ttft_s``, ``tpot_s``, who served it
+        (-1: nobody), how often its prompt was computed again, and whether it was ``rejected``
+        because no pool could ever hold it.
+    instances
+        Dimension ``instance``: role, share of the time that its stages computed, most KV pages
+        in use, pages in all.
+    end_s
+        When the last token was out.
+    """
+
+    timelines: xr.Dataset
+    instances: xr.Dataset
+    end_s: float
+
+    @property
+    def num_rejected(self) -> int:
+        return int(self.timelines["rejected"].sum())
+
+    def attainment(self, slo: SLO) -> float | None:
+        """Share of requests that met both limits; None (no data) when there were none."""
+        if self.timelines.sizes["request"] == 0:
+            return None
+        met = is_met(slo, self.timelines["ttft_s"].values, self.timelines["tpot_s"].values)
+        return float(met.mean())
+
+    def percentiles(self, shares: tuple[float, ...] = (0.5, 0.9, 0.99)) -> xr.Dataset:
+        """Of every stage, TTFT and TPOT in seconds, by dimension ``share``; NaN without data."""
+        names = (*STAGES, "ttft_s", "tpot_s")
+        values = {
+            name: ("share", _quantiles(self.timelines[name].values, shares)) for name in names
+        }
+        return xr.Dataset(values, {"share": list(shares)})
+
+    def _repr_html_(self) -> str:
+        return self.percentiles()._repr_html_() + self.timelines._repr_html_()
+
+
+def timelines_of(done: np.recarray) -> xr.Dataset:
+    """The rows of the event loop as a dataset."""
+    data = {name: ("request", done[name].copy()) for name in ("arrival_s", *STAGES)}
+    data["ttft_s"] = ("request", ttft_s(done))
+    data["tpot_s"] = ("request", tpot_s(done))
+    for name in ("output_tokens", "num_recomputes", "prefill_instance", "decode_instance"):
+        data[name] = ("request", done[name].astype(np.int32))
+    data["rejected"] = ("request", done.status == r.REJECTED)
+    return xr.Dataset(data)
+
+
+def instances_of(tables: r.Tables) -> xr.Dataset:
+    """How busy every instance was."""
+    end_s = tables.world[0].now_s
+    tables_of_role = (tables.prefills, tables.instances)
+    busy, peak, total, stages = [], [], [], []
+    for table in tables_of_role:
+        num_stages = tables.times.num_stages[table.times]
+        stages.append(num_stages)
+        busy.append(np.divide(table.busy_s, num_stages * end_s) if end_s > 0 else table.busy_s)
+        peak.append(table.peak_blocks)
+        total.append(table.total_blocks)
+    decode_role = "decode" if tables.world[0].mode == r.PULLED else "colocated"
+    role = ["prefill"] * len(tables.prefills) + [decode_role] * len(tables.instances)
+    return xr.Dataset(
+        {
+            "role": ("instance", np.array(role, dtype="U9")),
+            "busy_share": ("instance", np.concatenate(busy)),
+            "peak_kv_blocks": ("instance", np.concatenate(peak)),
+            "total_kv_blocks": ("instance", np.concatenate(total)),
+        }
+    )
+
+
+def _quantiles(values: np.ndarray, shares: tuple[float, ...]) -> np.ndarray:
+    known = values[~np.isnan(values)]
+    return np.quantile(known, shares) if len(known) else np.full(len(shares), np.nan)

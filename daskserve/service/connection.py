@@ -57,6 +57,7 @@ class Connection:
         self._config = config
         self._settings = settings
         self._service_id = uuid4().hex
+        self._is_attached = False
         self.clock_offset_s = 0.0
         """Add to this process's monotonic clock to get the scheduler's."""
         self.instances: list[AddressedInstance] = []
@@ -74,6 +75,7 @@ class Connection:
         """
         await self._install(DispatchPlugin(self._settings))
         await self._rpc(ATTACH, service=self._service_id)
+        self._is_attached = True
         _check_roles((await self._rpc(STATUS))["workers"])
         await self._install(InstancePlugin(self._config, self._settings))
         await self._wait_until_ready()
@@ -101,9 +103,9 @@ class Connection:
 
     async def close(self) -> None:
         """Leave the scheduler; the last service takes the plugins, and so the models, with it."""
-        if self._client.status != "running":
-            return
-        await self._rpc(DETACH, service=self._service_id)
+        if self._is_attached and self._client.status == "running":
+            self._is_attached = False
+            await self._rpc(DETACH, service=self._service_id)
 
     async def _rpc(self, name: str, **kwargs: Any) -> Any:
         return await getattr(self._client.scheduler, name)(**kwargs)

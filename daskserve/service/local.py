@@ -15,6 +15,9 @@ from daskserve.core.instance import EngineConfig, Role
 from daskserve.errors import ConfigError
 
 _HOST = "127.0.0.1"
+WORKER_TTL = "15s"
+"""Without a heartbeat for so long a worker is replaced; loading a model must not take it up."""
+
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 Cores = Sequence[Sequence[int]] | str | None
@@ -34,13 +37,24 @@ class CoreAffinity(WorkerPlugin):
             os.sched_setaffinity(int(thread), self._cores)
 
 
+class OwnCluster(SpecCluster):
+    """Leaves the restart of a worker to its nanny, however often it dies.
+
+    SpecCluster looks once, some time after a loss, and closes the nanny for good when its worker
+    is away at that moment, though it may be on its way up for the second time.
+    """
+
+    def _update_worker_status(self, op: str, msg: Any) -> None:
+        super(SpecCluster, self)._update_worker_status(op, msg)
+
+
 def local_cluster(
     instances: dict[Role, int],
     config: EngineConfig,
     settings: ServiceSettings,
     cores: Cores,
     asynchronous: bool,
-) -> SpecCluster:
+) -> OwnCluster:
     """Scheduler and workers on loopback, dashboard off unless an address is set.
 
     Start it under `own_cluster_config`.
@@ -82,7 +96,7 @@ def local_cluster(
             "dashboard_address": settings.dashboard_address or f"{_HOST}:0",
         },
     }
-    return SpecCluster(
+    return OwnCluster(
         workers=workers,
         scheduler=scheduler,
         asynchronous=asynchronous,
@@ -97,6 +111,9 @@ def own_cluster_config(dashboard_address: str | None) -> dict[str, Any]:
         # Copies of prefill results must stay where the KV is; nothing else lives here.
         "distributed.scheduler.active-memory-manager.start": False,
         "distributed.scheduler.work-stealing": False,
+        "distributed.scheduler.worker-ttl": WORKER_TTL,
+        # Dask keeps its last 1000 messages per connection, and ours hold whole prompts.
+        "distributed.admin.low-level-log-length": 0,
         "distributed.scheduler.dashboard.bokeh-application.allow_websocket_origin": origins,
     }
 

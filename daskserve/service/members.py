@@ -105,7 +105,8 @@ class Members:
     async def _uninstall(self) -> None:
         """The last service has left: the instances go, and we with them."""
         self.stop()
-        await self._scheduler.unregister_worker_plugin(None, INSTANCE_PLUGIN)
+        if INSTANCE_PLUGIN in self._scheduler.worker_plugins:
+            await self._scheduler.unregister_worker_plugin(None, INSTANCE_PLUGIN)
         # The stream handler stays: a late report would otherwise cut a worker off.
         for name in (STATUS, CLOCK, ATTACH, DETACH):
             self._scheduler.handlers.pop(name, None)

@@ -1,0 +1,145 @@
+"""On somebody else's scheduler: nothing global changes, services share it, and it is left clean."""
+
+from __future__ import annotations
+
+import asyncio
+
+import dask
+import pytest
+from distributed import Client, LocalCluster
+
+from daskserve import EngineConfig, SamplingParams, Service
+from daskserve.errors import ClusterError, ModelError
+
+PARAMS = SamplingParams(max_tokens=8)
+
+
+def traits(client: Client) -> dict:
+    """What is global on a scheduler."""
+
+    def look(dask_scheduler) -> dict:
+        amm = dask_scheduler.extensions.get("amm")
+        return {
+            "extensions": sorted(dask_scheduler.extensions),
+            "plugins": sorted(dask_scheduler.plugins),
+            "handlers": sorted(dask_scheduler.handlers),
+            "worker_plugins": sorted(dask_scheduler.worker_plugins),
+            "callbacks": sorted(dask_scheduler.periodic_callbacks),
+            "amm": amm is not None and amm.running,
+            "stealing": dask_scheduler.periodic_callbacks["stealing"].is_running(),
+        }
+
+    return client.run_on_scheduler(look)
+
+
+def test_a_scheduler_is_left_as_it_was_found(cluster, mock):
+    with cluster(prefill=1, decode=1) as own, Client(own) as client:
+        before = traits(client)
+        with Service.attach(client, mock()) as service:
+            during = traits(client)
+            service.submit("hello", PARAMS).result()
+            assert client.submit(lambda x: x + 1, 1).result() == 2
+        after = traits(client)
+        for fact in ("extensions", "amm", "stealing"):
+            assert before[fact] == during[fact] == after[fact]
+        assert before == after
+        with Service.attach(client, mock(mock_decode_s=0.001)) as service:
+            service.submit("hello", PARAMS).result()
+
+
+def test_active_memory_manager_and_stealing_may_be_on(cluster, mock, is_idle, eventually):
+    """AMM drops the prefill's copy of the handle while the KV waits; the KV must not go."""
+    settings = {
+        "distributed.scheduler.active-memory-manager.start": True,
+        "distributed.scheduler.active-memory-manager.interval": "20ms",
+        "distributed.scheduler.work-stealing-interval": "20ms",
+    }
+    config = mock(mock_decode_s=0.01, num_kv_blocks=40)
+    with (
+        dask.config.set(settings),
+        cluster(prefill=2, decode=2, slots=4) as own,
+        Client(own) as client,
+        Service.attach(client, config) as service,
+    ):
+        completions = client.gather(service.map(["x" * 100] * 16, SamplingParams(max_tokens=16)))
+        assert all(c.timeline.num_recomputes == 0 for c in completions)
+        assert len({c.text for c in completions}) == 1
+        eventually(lambda: is_idle(service))
+
+
+def test_two_services_share_instances_and_keep_apart(cluster, mock):
+    with cluster(prefill=1, decode=2) as own, Client(own) as one, Client(own) as two:
+        with Service.attach(one, mock()) as first, Service.attach(two, mock()) as second:
+            mine = first.map([f"a{i}" for i in range(20)], PARAMS)
+            theirs = second.map([f"a{i}" for i in range(20)], PARAMS)
+            assert not {f.key for f in mine} & {f.key for f in theirs}
+            texts = [c.text for c in one.gather(mine)]
+            assert texts == [c.text for c in two.gather(theirs)]
+            first.close()
+            assert second.submit("a0", PARAMS).result().text == texts[0]
+
+
+def test_another_config_on_the_same_workers_is_refused(cluster, mock):
+    with (
+        cluster(prefill=1, decode=1) as own,
+        Client(own) as client,
+        Service.attach(client, mock()),
+        pytest.raises(ClusterError, match="another EngineConfig"),
+    ):
+        Service.attach(client, mock(block_size=32))
+
+
+@pytest.mark.parametrize("counts", [{}, {"prefill": 1}, {"decode": 1}])
+def test_missing_roles_are_named_at_once(cluster, mock, counts):
+    with (
+        cluster(**counts) as own,
+        Client(own) as client,
+        pytest.raises(ClusterError, match="PREFILL and DECODE, or COLOCATED"),
+    ):
+        Service.attach(client, mock())
+
+
+def test_no_scheduler_at_the_address():
+    with (
+        dask.config.set({"distributed.comm.timeouts.connect": "200ms"}),
+        pytest.raises(ClusterError, match="no Dask scheduler"),
+    ):
+        Service.attach("tcp://127.0.0.1:1", EngineConfig(model="mock"))
+
+
+def test_a_model_that_is_not_there_fails_at_once(cluster):
+    with cluster(colocated=1) as own, Client(own) as client:
+        with pytest.raises(ModelError, match="/no/such/model"):
+            Service.attach(client, EngineConfig(model="/no/such/model"))
+
+
+def test_a_model_that_only_the_workers_lack_fails_at_once(cluster, mock):
+    """More KV blocks than memory: the client cannot know, the instances report it."""
+    config = mock(kv_memory_bytes=1)
+    with cluster(prefill=1, decode=1) as own, Client(own) as client:
+        with pytest.raises(ModelError, match="kv_memory_bytes=1"):
+            Service.attach(client, config)
+
+
+def test_from_asynchronous_code(cluster, mock):
+    async def main(address: str) -> None:
+        async with (
+            Client(address, asynchronous=True) as client,
+            Service.attach(client, mock()) as service,
+        ):
+            completion = await service.submit("hello", PARAMS)
+            deltas = [delta async for delta in service.stream("hello", PARAMS)]
+            assert "".join(d.text for d in deltas) == completion.text
+            assert len(await service.info()) == 2
+
+    with cluster(prefill=1, decode=1) as own:
+        asyncio.run(main(own.scheduler_address))
+
+
+def test_a_default_local_cluster_of_dask_lacks_roles(mock):
+    with (
+        LocalCluster(n_workers=1, processes=False, dashboard_address=None, silence_logs=50) as own,
+        Client(own) as client,
+        pytest.raises(ClusterError, match="found: none"),
+    ):
+        Service.attach(client, mock())

@@ -1,0 +1,187 @@
+"""Workers, engines and schedulers that die: what is lost, what is repeated, how long it takes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+
+import dask
+import pytest
+from distributed import CancelledError, Client
+from distributed.diagnostics.plugin import WorkerPlugin
+
+from daskserve import EngineConfig, SamplingParams, Service
+from daskserve.core.instance import Role
+from daskserve.errors import ClusterError, KilledInstance
+
+pytestmark = pytest.mark.slow
+
+PARAMS = SamplingParams(max_tokens=40)
+POISON = [66] * 7
+
+
+class Trap(WorkerPlugin):
+    """Makes every instance of a role die when it gets the poisonous prompt."""
+
+    name = "trap"
+
+    def __init__(self, role: Role, delay_s: float = 0.0) -> None:
+        self.role, self.delay_s = role, delay_s
+
+    def setup(self, worker) -> None:
+        from daskserve.workers.instance import Instance
+
+        method = {Role.PREFILL: "prefill", Role.DECODE: "decode"}[self.role]
+        original, delay_s = getattr(Instance, method), self.delay_s
+
+        def trapped(instance, request, *args):
+            if list(request.prompt_token_ids) == POISON:
+                if not delay_s:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                worker.loop.call_later(delay_s, os.kill, os.getpid(), signal.SIGKILL)
+            return original(instance, request, *args)
+
+        setattr(Instance, method, trapped)
+
+
+@pytest.fixture
+def local(mock) -> Iterator[Service]:
+    settings = {"check-dispatch": True, "probation-s": 0.5, "no-instance-timeout-s": 20}
+    with dask.config.set({f"daskserve.service.{key}": value for key, value in settings.items()}):
+        config = mock(mock_decode_s=0.005, max_batch_size=8, num_kv_blocks=400)
+        service = Service.local(prefill=1, decode=2, config=config)
+    with service:
+        yield service
+
+
+def pids(service: Service, role: Role) -> list[int]:
+    by_address = service.client.run(os.getpid)
+    return [by_address[i.address] for i in service.info() if i.role is role]
+
+
+@pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
+def test_a_poisonous_request_dies_and_its_neighbours_live(
+    local: Service, is_idle, eventually, role: Role
+):
+    prompts: list = [f"prompt {i} " * (1 + i % 5) for i in range(60)]
+    expected = [c.text for c in local.client.gather(local.map(prompts, PARAMS))]
+    local.client.register_plugin(Trap(role))
+    first = set(pids(local, role))
+    futures = local.map([*prompts[:20], POISON, *prompts[20:]], PARAMS)
+    poisonous = futures.pop(20)
+    with pytest.raises(KilledInstance, match="2 instances died"):
+        poisonous.result(timeout=60)
+    assert [c.text for c in local.client.gather(futures)] == expected
+    eventually(lambda: len(local.info()) == 3 and is_idle(local), timeout_s=30)
+    assert len(set(pids(local, role)) - first) <= 2
+    assert local.status()["dispatch"]["violations"] == 0
+
+
+def test_a_late_poison_dies_after_three_instances(local: Service, is_idle, eventually):
+    prompts = [f"prompt {i}" for i in range(20)]
+    local.client.register_plugin(Trap(Role.DECODE, delay_s=1.0))
+    long = SamplingParams(max_tokens=1000)
+    poisonous = local.submit(POISON, long)
+    futures = local.map(prompts, PARAMS)
+    with pytest.raises(KilledInstance, match="3 instances died"):
+        poisonous.result(timeout=90)
+    assert all(c.num_output_tokens == 40 for c in local.client.gather(futures))
+    eventually(lambda: len(local.info()) == 3 and is_idle(local), timeout_s=30)
+
+
+def test_all_workers_killed_come_back_and_finish(local: Service, is_idle, eventually):
+    prompts = [f"prompt {i}" for i in range(30)]
+    expected = [c.text for c in local.client.gather(local.map(prompts, PARAMS))]
+    futures = local.map(prompts, PARAMS)
+    time.sleep(0.2)
+    for pid in local.client.run(os.getpid).values():
+        os.kill(pid, signal.SIGKILL)
+    completions = local.client.gather(futures)
+    assert [c.text for c in completions] == expected
+    eventually(lambda: len(local.info()) == 3 and is_idle(local), timeout_s=30)
+
+
+def test_killed_again_and_again_nothing_is_stuck(local: Service, is_idle, eventually):
+    for cycle in range(4):
+        futures = local.map([f"prompt {i}" for i in range(20)], PARAMS)
+        time.sleep(0.1 * cycle)
+        os.kill(pids(local, Role.DECODE)[0], signal.SIGKILL)
+        assert len(local.client.gather(futures)) == 20
+        eventually(lambda: len(local.info()) == 3, timeout_s=30)
+    eventually(lambda: is_idle(local))
+
+
+def test_an_engine_that_dies_takes_its_worker_with_it(local: Service, is_idle, eventually):
+    """The process lives on, the engine's thread is gone: R5."""
+
+    def break_engine(dask_worker) -> None:
+        instance = dask_worker.plugins["daskserve-instance"]._instance
+        instance._thread.post(lambda: sys.exit("broken"))
+
+    futures = local.map([f"prompt {i}" for i in range(20)], PARAMS)
+    decode = next(i.address for i in local.info() if i.role is Role.DECODE)
+    local.client.run(break_engine, workers=[decode])
+    assert len(local.client.gather(futures)) == 20
+    eventually(lambda: len(local.info()) == 3 and is_idle(local), timeout_s=30)
+    assert decode not in {i.address for i in local.info()}
+
+
+def test_a_stopped_worker_is_given_up(mock, monkeypatch):
+    """SIGSTOP: no connection breaks, only the heartbeat stops (R4)."""
+    monkeypatch.setattr("daskserve.service.local.WORKER_TTL", "3s")
+    with Service.local(prefill=1, decode=2, config=mock(mock_decode_s=0.005)) as service:
+        futures = service.map([f"prompt {i}" for i in range(20)], PARAMS)
+        os.kill(pids(service, Role.DECODE)[0], signal.SIGSTOP)
+        assert len(service.client.gather(futures)) == 20
+
+
+def test_without_any_instance_left_requests_fail_with_the_reason(cluster, mock):
+    with (
+        dask.config.set({"daskserve.service.no-instance-timeout-s": 1}),
+        cluster(prefill=1, decode=1) as own,
+        Client(own) as client,
+        Service.attach(client, mock(mock_decode_s=0.02)) as service,
+    ):
+        future = service.submit("hello", SamplingParams(max_tokens=500))
+        time.sleep(0.3)
+        address = next(i.address for i in service.info() if i.role is Role.DECODE)
+        client.retire_workers([address], close_workers=True, remove=True)
+        with pytest.raises(ClusterError, match="no DECODE instance for 1 s"):
+            future.result(timeout=10)
+
+
+def test_a_dead_scheduler_is_a_clear_error(tmp_path):
+    code = textwrap.dedent("""
+        import time
+        from distributed import Scheduler, Worker
+        import asyncio, sys
+        async def main():
+            common = dict(host="127.0.0.1", dashboard=False, dashboard_address="127.0.0.1:0")
+            async with Scheduler(port=0, **common) as scheduler:
+                async with Worker(scheduler.address, nthreads=8, resources={"COLOCATED": 8},
+                                  memory_limit=0, **common):
+                    print(scheduler.address, flush=True)
+                    await scheduler.finished()
+        asyncio.run(main())
+    """)
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    try:
+        address = process.stdout.readline().strip()
+        client = Client(address, timeout=5)
+        service = Service.attach(client, EngineConfig(model="mock"))
+        future = service.submit("hello", SamplingParams(max_tokens=5000))
+        time.sleep(0.2)
+        process.kill()
+        with pytest.raises(CancelledError, match="scheduler"):
+            future.result(timeout=10)
+        service.close()
+        client.close()
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()

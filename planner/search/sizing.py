@@ -13,7 +13,7 @@ from daskserve.planner.workload import Workload
 
 SAMPLE = 512
 """Requests that stand for a workload's demand."""
-PREFILL_MARGIN = 1.35
+PREFILL_MARGIN = 1.2
 DECODE_MARGIN = 1.15
 """How far the formulas may be below the simulator; tests hold them to it."""
 
@@ -68,25 +68,40 @@ def prefill_rate(step: StepTimes, num: int, demand: Demand) -> float:
     """Rate of ``num`` pooled prefill instances at which the share of TTFT met falls to the target.
 
     Waiting is that of M/G/k with an exponential tail; batching makes a request cost its share of
-    the best batch.
+    a well-filled batch. A full pipeline moves at the pace of the longest prompt in it.
     """
-    alone = _prefill_latency_s(step, demand.prompt)
+    alone = np.array([step.latency_s(step.prefill_s(tokens)) for tokens in demand.prompt])
     slack = demand.ttft_s - alone
     if (slack >= 0).mean() < demand.attainment:
         return 0.0
-    stage = _amortised_stage_s(step, demand.prompt)
-    mean, second = float(stage.mean()), float((stage**2).mean())
+    stage = np.sort(_amortised_stage_s(step, demand.prompt))
+    mean = float(stage.mean())
     if mean == 0:
         return math.inf
     low, high = 0.0, num / mean
     for _ in range(40):
         rate = (low + high) / 2.0
-        load = rate * mean / num
-        waits = load ** math.sqrt(2.0 * (num + 1)) if num > 1 else load
-        typical = second / (2.0 * mean) / (num * max(1.0 - load, 1e-12))
-        met = np.where(slack >= 0, 1.0 - waits * np.exp(-np.maximum(slack, 0.0) / typical), 0.0)
-        low, high = (rate, high) if met.mean() >= demand.attainment else (low, rate)
+        in_pipeline = 1.0 + (step.num_stages - 1) * rate * mean / num
+        pace, second = _largest_of(stage, in_pipeline)
+        load = rate * pace / num
+        met = _share_met(slack, load, second / (2.0 * pace), num) if load < 1.0 else 0.0
+        low, high = (rate, high) if met >= demand.attainment else (low, rate)
     return low
+
+
+def _share_met(slack: np.ndarray, load: float, residual_s: float, num: int) -> float:
+    """Share of requests whose wait is below their slack."""
+    waits = load ** math.sqrt(2.0 * (num + 1)) if num > 1 else load
+    typical = residual_s / (num * (1.0 - load))
+    met = 1.0 - waits * np.exp(-np.maximum(slack, 0.0) / typical)
+    return float(np.where(slack >= 0, met, 0.0).mean())
+
+
+def _largest_of(ordered: np.ndarray, count: float) -> tuple[float, float]:
+    """Mean and mean square of the largest of ``count`` draws."""
+    below = np.arange(len(ordered) + 1) / len(ordered)
+    weights = np.diff(below**count)
+    return float(weights @ ordered), float(weights @ ordered**2)
 
 
 def decode_rate(step: StepTimes, num: int, demand: Demand) -> float:
@@ -129,17 +144,11 @@ def colocated_rate(step: StepTimes, num: int, demand: Demand, chunk_tokens: int 
     return min(prefill, decode, together)
 
 
-def _prefill_latency_s(step: StepTimes, prompt: np.ndarray) -> np.ndarray:
-    return np.array([step.latency_s(step.prefill_s(n)) for n in prompt])
-
-
 def _amortised_stage_s(step: StepTimes, prompt: np.ndarray) -> np.ndarray:
-    """Seconds of one stage per request when it shares the fullest allowed batch."""
-    stage = np.empty(len(prompt))
-    for i, tokens in enumerate(prompt):
-        batch_tokens = max(float(tokens), float(step.prefill_budget_tokens))
-        share = tokens / batch_tokens
-        linear_s = step.prefill_s(batch_tokens, 0.0) * share
-        squares_s = step.prefill_quadratic_s * tokens**2
-        stage[i] = (linear_s + squares_s) / step.num_stages + step.stage_overhead_s * share
-    return stage
+    """Seconds of one stage per request when it shares a batch as full as whole prompts allow."""
+    unfilled = float((prompt**2).mean() / prompt.mean()) / 2.0
+    filled = np.maximum(prompt, step.prefill_budget_tokens - unfilled)
+    linear_s = np.array([step.prefill_s(tokens, 0.0) for tokens in filled]) * prompt / filled
+    overhead_s = step.stage_overhead_s * prompt / filled
+    squares_s = step.prefill_quadratic_s * prompt**2
+    return (linear_s + squares_s) / step.num_stages + overhead_s

@@ -10,7 +10,8 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+
+import numpy as np
 
 from daskserve.core.instance import EngineConfig, InstanceLoad, Role
 from daskserve.core.request import Completion, FinishReason, Prefilled, TokenDelta
@@ -87,8 +88,9 @@ class Engine:
         self.events: list[Event] = []
         self.load = InstanceLoad(free_kv_blocks=pool.num_free)
         self.holding = BurstBuffer(kv_layout, config.kv_lease_s, config.kv_pull_timeout_s)
+        self.scheduler: PrefillScheduler | ContinuousScheduler
         if role is Role.PREFILL:
-            self.scheduler: Any = PrefillScheduler(pool, budget_tokens, config.max_batch_size)
+            self.scheduler = PrefillScheduler(pool, budget_tokens, config.max_batch_size)
         else:
             self.scheduler = ContinuousScheduler(pool, role, config, budget_tokens)
         self._sequences: dict[str, Sequence] = {}
@@ -158,17 +160,38 @@ class Engine:
         self.scheduler.pull_ended(owner, succeeded, transfer_s)
         self.publish_load()
 
-    def step(self) -> bool:
-        """Run one step; False when there is nothing to compute now."""
+    def schedule(self) -> Step | None:
+        """Decide what to compute next; None when there is nothing now.
+
+        Take the events before executing the step: the pulls that it asks for then run beside it.
+        """
         for owner in self.holding.expire(self.clock()):
             self.pool.free(owner)
         step = self.scheduler.next_step()
         self._ask_for_pulls()
-        if step is not None:
-            self._run(step)
-            self._num_steps += 1
         self.publish_load()
-        return step is not None
+        return step
+
+    def execute(self, step: Step) -> None:
+        """Compute a step; what the model raises fails the requests of this step only."""
+        sequences = step.sequences
+        self._note_start(sequences)
+        draws = [
+            (row, s.request.params, s.request.seed, len(s.output_ids))
+            for row, s in enumerate(sequences)
+            if not s.request.params.is_greedy
+        ]
+        try:
+            tokens = sample(self.runner.forward(pack(step, self.pool)), draws)
+        except Exception as error:
+            logger.exception("an engine step of %d requests failed", len(sequences))
+            cause = f"{type(error).__name__}: {error}"
+            for sequence in sequences:
+                self._end(sequence, EngineStepFailed(f"the engine step raised {cause}"))
+        else:
+            self._advance(step, tokens)
+        self._num_steps += 1
+        self.publish_load()
 
     def publish_load(self) -> None:
         """Renew ``load``, which other threads read."""
@@ -197,30 +220,15 @@ class Engine:
             self.events.append((sequence, Reserved(sequence.owner, held)))
         self.scheduler.new_pulls.clear()
 
-    def _run(self, step: Step) -> None:
-        sequences = step.sequences
+    def _note_start(self, sequences: list[Sequence]) -> None:
         started_at = self.service_now()
         for sequence in sequences:
             if sequence.prefill_started_at is None:
                 sequence.prefill_started_at = started_at
             if sequence.output_ids and sequence.decode_started_at is None:
                 sequence.decode_started_at = started_at
-        draws = [
-            (row, s.request.params, s.request.seed, len(s.output_ids))
-            for row, s in enumerate(sequences)
-            if not s.request.params.is_greedy
-        ]
-        try:
-            tokens = sample(self.runner.forward(pack(step, self.pool)), draws)
-        except Exception as error:
-            logger.exception("an engine step of %d requests failed", len(sequences))
-            for sequence in sequences:
-                name = type(error).__name__
-                self._end(sequence, EngineStepFailed(f"the engine step raised {name}: {error}"))
-            return
-        self._advance(step, tokens)
 
-    def _advance(self, step: Step, tokens: Any) -> None:
+    def _advance(self, step: Step, tokens: np.ndarray) -> None:
         now = self.service_now()
         token_ids = tokens.tolist()
         num_running = 0

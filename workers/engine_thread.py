@@ -7,12 +7,15 @@ import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
+from typing import TypeVar
 
 from daskserve.errors import EngineStepFailed
 from daskserve.workers.engine import Engine, Event
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
 Command = Callable[[], object]
 
 _JOIN_TIMEOUT_S = 30.0
@@ -85,8 +88,12 @@ class EngineThread:
                 if command is None:
                     return
                 self._guarded(engine, command)
-            is_busy = bool(self._guarded(engine, engine.step))
+            step = self._guarded(engine, engine.schedule)
             self._flush(engine)
+            is_busy = step is not None
+            if is_busy:
+                self._guarded(engine, partial(engine.execute, step))
+                self._flush(engine)
 
     def _commands(self, engine: Engine, is_busy: bool) -> list[Command | None]:
         """All that has come in; waits for the first one, or the next expiry, when idle."""
@@ -101,7 +108,7 @@ class EngineThread:
         except queue.Empty:
             return commands
 
-    def _guarded(self, engine: Engine, action: Command) -> object:
+    def _guarded(self, engine: Engine, action: Callable[[], T]) -> T | None:
         """A bug in the bookkeeping fails what is under way, not the instance."""
         try:
             return action()
@@ -109,7 +116,7 @@ class EngineThread:
             logger.exception("%s failed between steps", self._name)
             cause = f"{type(error).__name__}: {error}"
             engine.abort_all(EngineStepFailed(f"the engine failed: {cause}"))
-            return False
+            return None
 
     def _flush(self, engine: Engine) -> None:
         if engine.events:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
@@ -37,19 +36,6 @@ class Step:
     def sequences(self) -> list[Sequence]:
         running = self.decode.sequences if self.decode else []
         return [*running, *(chunk.sequence for chunk in self.chunks)]
-
-
-class Scheduler(Protocol):
-    """Decides what the next step computes; one per role of an instance."""
-
-    def add(self, sequence: Sequence) -> None:
-        """Queue a new sequence."""
-
-    def remove(self, sequence: Sequence) -> None:
-        """Forget a sequence in any state; its pages are freed unless a pull writes to them."""
-
-    def next_step(self) -> Step | None:
-        """Admit what fits, and say what to compute now; None when there is nothing."""
 
 
 def pack(step: Step, pool: KVPool) -> ForwardBatch:

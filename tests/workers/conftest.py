@@ -176,9 +176,15 @@ class Rig:
         self._route()
 
     def step(self) -> bool:
-        busy = [engine.step() for engine in self.by_role.values()]
-        routed = self._route()
-        return any(busy) or routed
+        """One step of every engine; False when nothing moved."""
+        moved = False
+        for engine in self.by_role.values():
+            step = engine.schedule()
+            moved |= self._route()
+            if step is not None:
+                engine.execute(step)
+                moved = True
+        return self._route() or moved
 
     def run(self, max_steps: int = 20_000) -> dict[str, object]:
         """Step until nothing moves; the last outcome of every request."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import random
+import threading
 import time
 from collections.abc import AsyncIterator, Callable
 
@@ -171,6 +172,28 @@ async def test_a_slow_pull_does_not_stop_steps(pair, make_request) -> None:
     assert not slow.done()
     release.set()
     assert (await slow).timeline.num_recomputes == 0
+
+
+async def test_a_pull_runs_beside_the_step_that_follows_its_admission(pair, make_request) -> None:
+    engine = pair.decode.engine
+    forward, has_begun, seen = engine.runner.forward, threading.Event(), []
+
+    def waits_for_the_pull(batch):
+        if engine.scheduler.num_active == 2 and batch.num_rows == 1:
+            seen.append(has_begun.wait(2))
+        return forward(batch)
+
+    async def note(handle: KVHandle) -> None:
+        if handle.request_id == "second":
+            has_begun.set()
+
+    engine.runner.forward = waits_for_the_pull
+    pair.before_copy = note
+    first = asyncio.create_task(pair.answer(make_request("first", 5, max_tokens=180)))
+    await wait_until(lambda: pair.decode.load().num_steps > 2)
+    await pair.answer(make_request("second", 5, max_tokens=3))
+    await first
+    assert seen and all(seen)
 
 
 async def test_kv_freed_before_it_is_read_never_becomes_text(start, solo, make_request) -> None:

@@ -59,6 +59,9 @@ def build_once(name: str, build: Callable[[Path], None]) -> Path:
 
 
 def _build_beside(target: Path, build: Callable[[Path], None]) -> None:
+    """Under the lock, so whatever scratch folder of this name is there was left by a kill."""
+    for leftover in target.parent.glob(f".{target.name}-*"):
+        shutil.rmtree(leftover, ignore_errors=True)
     scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
     try:
         build(scratch)

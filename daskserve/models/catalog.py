@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 import re
 from pathlib import Path
 
@@ -38,10 +39,10 @@ def resolve(name: str) -> Path:
         return smollm2.fetch()
     if name == tiny_random.MOCK or name.startswith(tiny_random.PREFIX):
         return tiny_random.build(name)
-    path = Path(name).expanduser()
-    if path.is_dir():
-        check_model_dir(path)
-        return path.resolve()
+    local = os.path.expanduser(name)
+    if os.path.isdir(local):  # False, not an exception, for names that cannot be paths
+        check_model_dir(Path(local))
+        return Path(local).resolve()
     if _HUB_ID.fullmatch(name):
         path = hub.download(name)
         check_model_dir(path)
@@ -52,8 +53,8 @@ def resolve(name: str) -> Path:
 def _unknown(name: str) -> str:
     known = [smollm2.NAME, tiny_random.MOCK, *tiny_random.names()]
     near = difflib.get_close_matches(name, known, n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
+    hint = f"; did you mean {near[0]!r}?" if near else "."
     return (
-        f"no model {name!r}{hint}. Use {smollm2.NAME}, an existing directory, a Hub id like "
+        f"no model {name!r}{hint} Use {smollm2.NAME}, an existing directory, a Hub id like "
         f"owner/name, {tiny_random.MOCK}, or {tiny_random.PREFIX}<architecture>"
     )

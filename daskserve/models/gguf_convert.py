@@ -26,6 +26,7 @@ def convert(gguf: Path, target: Path) -> None:
     with engine_packages("converting the default model"):
         import torch
         from gguf import GGUFReader
+        from safetensors import SafetensorError
         from safetensors.torch import save_file
         from transformers import AutoModelForCausalLM, GenerationConfig
     fields = {name: field.contents() for name, field in GGUFReader(gguf).fields.items()}
@@ -38,7 +39,10 @@ def convert(gguf: Path, target: Path) -> None:
         for name, tensor in model.state_dict().items()
         if not (name == "lm_head.weight" and model.config.tie_word_embeddings)
     }
-    save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
+    try:
+        save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise OSError(f"weights of {gguf.name}: {error}") from error
     # The file is not quantised any more; left in, transformers would look for GGUF again.
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config

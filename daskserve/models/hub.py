@@ -9,6 +9,8 @@ from daskserve.errors import ModelError
 from daskserve.models.checks import check_model_dir
 
 _WANTED = ["*.json", "*.jinja", "*.safetensors"]
+# The same weights again, for other programs.
+_NOT_WANTED = ["*/*", "consolidated*"]
 
 
 def download(repo_id: str) -> Path:
@@ -17,7 +19,7 @@ def download(repo_id: str) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(repo_id, allow_patterns=_WANTED))
+        return Path(snapshot_download(repo_id, allow_patterns=_WANTED, ignore_patterns=_NOT_WANTED))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ModelError(

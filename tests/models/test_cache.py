@@ -41,6 +41,13 @@ def test_a_failed_build_leaves_nothing_behind_and_can_be_repeated(cache):
     assert build_once("model", lambda folder: None) == cache / "models" / "model"
 
 
+def test_what_a_killed_build_left_is_removed(cache):
+    left = cache / "models" / ".model-abc"
+    left.mkdir(parents=True)
+    build_once("model", lambda folder: None)
+    assert not left.exists()
+
+
 def test_a_cache_that_cannot_be_written_is_a_clear_error(cache):
     cache.write_text("a file where the folder should be")
     with pytest.raises(ModelError, match="DASKSERVE_CACHE"):

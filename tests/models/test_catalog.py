@@ -62,6 +62,12 @@ def test_an_unknown_name_gets_the_nearest_known_one():
         resolve("tiny-random-lama")
 
 
+@pytest.mark.parametrize("name", ["", "\0", "~nobody-here", "a" * 5000, "../x\ud800", "http://x/y"])
+def test_names_that_cannot_be_models_are_refused(name):
+    with pytest.raises(ModelError, match="no model"):
+        resolve(name)
+
+
 def test_the_mock_needs_no_torch(tmp_path):
     code = (
         "import sys; from daskserve.models import resolve; from daskserve.text import Tokenizer;"

@@ -12,6 +12,11 @@ short_texts = st.text("ab 😀ď", min_size=1, max_size=30)
 stops = st.lists(st.text("ab 😀ď", min_size=1, max_size=5), min_size=1, max_size=4).map(tuple)
 
 
+@pytest.fixture(scope="module")
+def smollm2(smollm2_dir):
+    return Tokenizer.load(smollm2_dir)
+
+
 def stream(tokenizer, ids, stop=()):
     """The pieces that a caller would see, one per token, and the rest."""
     detokenizer = Detokenizer(tokenizer, stop)
@@ -34,6 +39,11 @@ def cut(text, stop):
 @given(token_ids)
 def test_pieces_join_to_the_full_decode_of_any_tokens(full_decode, ids):
     assert "".join(stream(TOKENIZER, ids)) == full_decode(TOKENIZER, ids)
+
+
+@given(ids=st.lists(st.integers(0, 49151), max_size=40))
+def test_pieces_of_the_default_model_join_to_the_full_decode(smollm2, full_decode, ids):
+    assert "".join(stream(smollm2, ids)) == full_decode(smollm2, ids)
 
 
 @given(short_texts, stops)
@@ -62,26 +72,23 @@ def test_no_more_is_held_back_than_a_stop_string_could_need(text, stop):
         assert not held or any(one.startswith(held) for one in stop)
 
 
-def test_multi_byte_characters_arrive_whole_and_early(smollm2_dir):
-    tokenizer = Tokenizer.load(smollm2_dir)
+def test_multi_byte_characters_arrive_whole_and_early(smollm2):
     text = "hi 😀 ď 日本語 🇫🇷"
-    ids = tokenizer.encode(text)
-    pieces = stream(tokenizer, ids)
+    ids = smollm2.encode(text)
+    pieces = stream(smollm2, ids)
     assert "".join(pieces) == text
     assert not any("\ufffd" in piece for piece in pieces)
     assert pieces[0] == "hi"
 
 
-def test_a_stop_string_of_several_tokens_never_leaks(smollm2_dir):
-    tokenizer = Tokenizer.load(smollm2_dir)
-    ids = tokenizer.encode("ABCDEFGHIJKLM")
-    assert "".join(stream(tokenizer, ids, ("DEFGHIJ",))) == "ABC"
+def test_a_stop_string_of_several_tokens_never_leaks(smollm2):
+    ids = smollm2.encode("ABCDEFGHIJKLM")
+    assert "".join(stream(smollm2, ids, ("DEFGHIJ",))) == "ABC"
 
 
-def test_a_stop_string_that_never_comes_changes_nothing(smollm2_dir):
-    tokenizer = Tokenizer.load(smollm2_dir)
-    ids = tokenizer.encode("one ✿ two ✿NEV three ✿NEVE 😀")
-    assert "".join(stream(tokenizer, ids, ("✿NEVER✿",))) == "".join(stream(tokenizer, ids))
+def test_a_stop_string_that_never_comes_changes_nothing(smollm2):
+    ids = smollm2.encode("one ✿ two ✿NEV three ✿NEVE 😀")
+    assert "".join(stream(smollm2, ids, ("✿NEVER✿",))) == "".join(stream(smollm2, ids))
 
 
 def test_an_unfinished_character_becomes_a_replacement_only_at_the_end(full_decode):

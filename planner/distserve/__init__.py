@@ -11,6 +11,8 @@ from daskserve.planner.distserve.lengths import SYNTHETIC_LENGTHS, draw_lengths,
 from daskserve.planner.distserve.profile import ModelProfile, StepCoefficients, model_profile
 from daskserve.planner.distserve.search import (
     JointSearch,
+    SearchSettings,
+    colocated_configurations,
     joint_configurations,
     joint_search,
     search_goodput,
@@ -25,7 +27,9 @@ __all__ = [
     "JointSearch",
     "ModelProfile",
     "RequestLatencies",
+    "SearchSettings",
     "StepCoefficients",
+    "colocated_configurations",
     "draw_lengths",
     "joint_configurations",
     "joint_search",

@@ -2,7 +2,7 @@
 # make test   lint, import rules, types and tests
 # The virtual environment is made once and again when pyproject.toml changes.
 
-PYTHON ?= $(firstword $(shell command -v python3.11 python3))
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
 TORCH ?= torch==2.13.0
 VENV ?= .venv
 BIN := $(VENV)/bin

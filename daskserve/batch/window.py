@@ -112,7 +112,9 @@ class Window:
         try:
             result = await future
         except Exception as error:
-            result = error
+            # Dask keeps the exception with the future: its traceback would keep this frame, and
+            # so the future, for ever.
+            result = error.with_traceback(None)
         self._ended.put((request_id, result))
 
     def wait(self) -> list[Finished]:

@@ -36,11 +36,11 @@ class Request:
     """
 
     request_id: str
-    prompt_token_ids: tuple[int, ...]
+    prompt_token_ids: tuple[int, ...] = field(repr=False)  # logs must not tell what was asked
     params: SamplingParams
     submitted_at: float
     seed: int
-    token_sink: str | None = None
+    token_sink: str | None = field(default=None, repr=False)  # holds a secret
 
     @property
     def num_prompt_tokens(self) -> int:

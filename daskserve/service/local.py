@@ -143,7 +143,9 @@ def _worker(
             "dashboard_address": f"{_HOST}:0",
             "env": dict.fromkeys(_THREAD_VARIABLES, str(num_threads)),
             "plugins": (CoreAffinity(cores),) if cores else (),
-            "silence_logs": logging.WARNING,
+            # Failed requests raise where they are awaited; what workers log of them, and of the
+            # moment the cluster stops, is noise.
+            "silence_logs": logging.CRITICAL,
         },
     }
 

@@ -336,7 +336,9 @@ async def _watch(future: Future, stream: weakref.ref[TokenStream]) -> None:
         completion = await future
     except Exception as error:
         if (reader := stream()) is not None:
-            reader.fail(error)
+            # Dask keeps the exception with the future, and its traceback would keep this frame
+            # and so the future: neither would ever be freed.
+            reader.fail(error.with_traceback(None))
     else:
         if (reader := stream()) is not None:
             reader.finish(completion)

@@ -61,7 +61,9 @@ class Connection:
         self.clock_offset_s = 0.0
         """Add to this process's monotonic clock to get the scheduler's."""
         self.instances: list[AddressedInstance] = []
-        """Ready instances as of the last look."""
+        """Ready instances as of the last look; some may be away."""
+        self.is_colocated = False
+        """Whether requests run on colocated instances: without prefill and decode workers."""
 
     async def open(self) -> None:
         """Install the plugins and wait until every worker with a role has its instance.
@@ -76,7 +78,7 @@ class Connection:
         await self._install(DispatchPlugin(self._settings))
         await self._rpc(ATTACH, service=self._service_id)
         self._is_attached = True
-        _check_roles((await self._rpc(STATUS))["workers"])
+        self.is_colocated = _is_colocated((await self._rpc(STATUS))["workers"])
         await self._install(InstancePlugin(self._config, self._settings))
         await self._wait_until_ready()
         self.clock_offset_s = await clock_offset_s(getattr(self._client.scheduler, CLOCK))
@@ -148,10 +150,12 @@ class Connection:
                 )
 
 
-def _check_roles(workers: dict[str, str]) -> None:
+def _is_colocated(workers: dict[str, str]) -> bool:
     roles = set(workers.values())
-    if Role.COLOCATED.value in roles or {Role.PREFILL.value, Role.DECODE.value} <= roles:
-        return
+    if {Role.PREFILL.value, Role.DECODE.value} <= roles:
+        return False
+    if Role.COLOCATED.value in roles:
+        return True
     found = ", ".join(sorted(roles)) or "none"
     raise ClusterError(
         "the cluster needs workers with the resources PREFILL and DECODE, or COLOCATED"

@@ -135,7 +135,8 @@ class Service:
 
     def validate(self, prompt: Prompt, params: SamplingParams | None = None) -> Request:
         """Tokenize and check a prompt (RequestError): the request that `submit` would send."""
-        roles = (Role.COLOCATED,) if self._is_colocated else (Role.PREFILL, Role.DECODE)
+        is_colocated = self._connection.is_colocated
+        roles = (Role.COLOCATED,) if is_colocated else (Role.PREFILL, Role.DECODE)
         instances = [i.info for i in self._connection.instances if i.info.role in roles]
         return self._maker.make(prompt, params or SamplingParams(), instances)
 
@@ -156,10 +157,11 @@ class Service:
         offset_s = self._connection.clock_offset_s
         if offset_s:
             requests = [replace(r, submitted_at=r.submitted_at + offset_s) for r in requests]
+        is_colocated = self._connection.is_colocated
         futures: list[Future] = []
         for start in range(0, len(requests), _MAP_CHUNK):
             chunk = requests[start : start + _MAP_CHUNK]
-            for future, prefill in submit_graph(self.client, chunk, self._is_colocated):
+            for future, prefill in submit_graph(self.client, chunk, is_colocated):
                 self._futures[future] = prefill
                 futures.append(future)
         return futures
@@ -307,10 +309,6 @@ class Service:
     async def _info(self) -> list[AddressedInstance]:
         await self._connection.refresh()
         return self._connection.instances
-
-    @property
-    def _is_colocated(self) -> bool:
-        return Role.DECODE not in {i.info.role for i in self._connection.instances}
 
 
 def _request_maker(config: EngineConfig) -> RequestMaker:

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, contextmanager
 
 import dask
 import pytest
-from distributed import Client, Scheduler, SpecCluster, Worker
+from distributed import Client, Scheduler, Security, SpecCluster, Worker
 
 from daskserve import EngineConfig, Service
 from daskserve.core.instance import Role
@@ -26,16 +26,20 @@ def mock_config(**changes) -> EngineConfig:
     )
 
 
-def spec_cluster(slots: int = 16, **counts: int) -> SpecCluster:
+def spec_cluster(slots: int = 16, security: Security | None = None, **counts: int) -> SpecCluster:
     """Workers with role resources as threads of this process: ``spec_cluster(prefill=1)``."""
+    common = dict(LOOPBACK)
+    if security is not None:
+        common |= {"security": security, "protocol": "tls://"}
     workers = {}
     for role in Role:
         for index in range(counts.get(role.value.lower(), 0)):
             options = {"nthreads": slots, "resources": {role.value: slots}, "memory_limit": 0}
-            workers[f"{role.value}-{index}"] = {"cls": Worker, "options": {**LOOPBACK, **options}}
+            workers[f"{role.value}-{index}"] = {"cls": Worker, "options": {**common, **options}}
     return SpecCluster(
         workers=workers,
-        scheduler={"cls": Scheduler, "options": {**LOOPBACK, "port": 0}},
+        scheduler={"cls": Scheduler, "options": {**common, "port": 0}},
+        security=security,
         silence_logs=50,
     )
 

@@ -214,5 +214,31 @@ def fetch_model_command(name: str) -> None:
     click.echo(resolve(name))
 
 
+@main.command("profile-prefill")
+@_engine_options
+@click.option(
+    "--threads",
+    type=click.IntRange(1),
+    help="Threads of one instance; on 2 cores 1 for --prefill 1 --decode 1, 2 for "
+    "--colocated 1  [default: all cores]",
+)
+def profile_prefill_command(model: str, dtype: str, threads: int | None) -> None:
+    """Measure L_m, the prompt tokens per step beyond which prefill gains nothing.
+
+    The result is kept in the cache; instances with this model, dtype and number of threads on
+    this machine batch prompts up to it. Takes about a minute for the default model.
+    """
+    from daskserve.workers.profile import PrefillPoint, profile_prefill
+
+    def show(point: PrefillPoint) -> None:
+        click.echo(
+            f"{point.num_prompts} x {point.prompt_tokens} tokens: {point.tokens_per_s:.0f} tok/s",
+            err=True,
+        )
+
+    config = EngineConfig(model=model, dtype=dtype, num_threads=threads)
+    click.echo(profile_prefill(config, show).table())
+
+
 if __name__ == "__main__":
     main()

@@ -87,3 +87,19 @@ def test_fetch_model_prints_the_folder(tmp_path, monkeypatch):
     assert result.exit_code == 0
     assert result.output.strip().startswith(str(tmp_path))
     assert run("fetch-model", "mick")[0] == 1
+
+
+def test_mock_has_nothing_to_profile():
+    code, message = run("profile-prefill", "--model", "mock")
+    assert code == 1
+    assert message.startswith("error: the mock model has fixed step times")
+
+
+@pytest.mark.slow
+def test_profile_of_a_tiny_model_names_the_budget(tmp_path, monkeypatch):
+    monkeypatch.setenv("DASKSERVE_CACHE", str(tmp_path))
+    arguments = ["profile-prefill", "--model", "tiny-random-llama", "--dtype", "float32"]
+    result = CliRunner().invoke(main, arguments)
+    assert result.exit_code == 0
+    assert "<- L_m" in result.stdout
+    assert list(tmp_path.glob("profiles/prefill-*.json"))

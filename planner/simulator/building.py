@@ -32,7 +32,7 @@ def build_tables(deployment: Deployment) -> r.Tables:
     tables = r.Tables(
         world=_records(r.WORLD, 1),
         slots=_records(r.SLOT, FIRST_SLOTS),
-        queues=_records(r.QUEUE, r.FIRST_QUEUE + len(everyone) + num_lanes),
+        queues=_records(r.QUEUE, int(r.FIRST_QUEUE) + len(everyone) + num_lanes),
         times=times,
         knots=knots,
         batches=batches,
@@ -44,7 +44,7 @@ def build_tables(deployment: Deployment) -> r.Tables:
         phases=np.zeros((num_lanes, deployment.block_size), np.int64),
         stages=_records(r.STAGE, sum(times.num_stages for times in everyone)),
         pulls=_records(r.PULL, sum(t.max_batch_size * t.num_stages for t in decodes)),
-        events=_records(r.EVENT, agenda.FIRST_PREFILL + 2 * len(prefills) + num_lanes),
+        events=_records(r.EVENT, int(agenda.FIRST_PREFILL) + 2 * len(prefills) + num_lanes),
         router=np.zeros((6, max(len(prefills), len(decodes))), np.int64),
         scratch=np.zeros((3, max(max_batch, most_members)), np.int64),
         done=_records(r.DONE, OUTPUT_ROWS + max_batch),

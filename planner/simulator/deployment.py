@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 from daskserve.errors import ConfigError
 from daskserve.planner.step_times import StepTimes
@@ -73,7 +74,7 @@ class Deployment:
 
     @classmethod
     def disaggregated(
-        cls, prefill: Instances, num_prefill: int, decode: Instances, num_decode: int, **links
+        cls, prefill: Instances, num_prefill: int, decode: Instances, num_decode: int, **links: Any
     ) -> Deployment:
         """n prefill and m decode instances; ``links`` are the fields from kv_bytes_per_token on."""
         return cls("disaggregated", prefill, num_prefill, decode, num_decode, **links)
@@ -84,7 +85,7 @@ class Deployment:
         return cls("disaggregated", prefill=times, num_prefill=num_instances)
 
     @classmethod
-    def decode_alone(cls, times: Instances, num_instances: int, **links) -> Deployment:
+    def decode_alone(cls, times: Instances, num_instances: int, **links: Any) -> Deployment:
         """Requests arrive with their first token: the decode phase of Algorithm 1."""
         return cls("disaggregated", decode=times, num_decode=num_instances, **links)
 

@@ -6,9 +6,10 @@ at 100 requests/s needs no more than a minute.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from daskserve.errors import WorkloadError
 from daskserve.planner.simulator.building import add_slots, build_tables
@@ -44,7 +45,7 @@ class Simulation:
         """Time of the last event."""
         return float(self.tables.world[0].now_s)
 
-    def ended(self, max_events: int = _FOREVER) -> Iterator[np.recarray]:
+    def ended(self, max_events: int = _FOREVER) -> Iterator[np.ndarray]:
         """Run to the end; yields ``DONE`` rows of what ended, each valid until the next.
 
         With ``max_events`` it also yields, perhaps nothing, after so many events.
@@ -65,9 +66,9 @@ class Simulation:
                 " a bug, please report the deployment and the workload"
             )
 
-    def _take_out(self) -> np.recarray:
+    def _take_out(self) -> np.ndarray:
         world = self.tables.world[0]
-        rows = self.tables.done[: world.num_done]
+        rows: np.ndarray = self.tables.done[: world.num_done]
         world.num_done = 0
         return rows
 
@@ -89,7 +90,9 @@ class Simulation:
         self._last_arrival_s = arrival_s[-1] if len(arrival_s) else self._last_arrival_s
 
 
-def chunks_of(arrival_s: np.ndarray, prompt_tokens: np.ndarray, output_tokens: np.ndarray):
+def chunks_of(
+    arrival_s: np.ndarray, prompt_tokens: np.ndarray, output_tokens: np.ndarray
+) -> Iterator[Chunk]:
     """Arrays cut into chunks."""
     for start in range(0, len(arrival_s), CHUNK_REQUESTS):
         here = slice(start, start + CHUNK_REQUESTS)
@@ -101,16 +104,16 @@ def run_arrays(
     arrival_s: np.ndarray,
     prompt_tokens: np.ndarray,
     output_tokens: np.ndarray,
-) -> tuple[np.recarray, Simulation]:
+) -> tuple[np.ndarray, Simulation]:
     """``DONE`` rows in order of arrival, and the simulation as it ended."""
     simulation = Simulation(deployment, chunks_of(arrival_s, prompt_tokens, output_tokens))
-    done = np.zeros(len(arrival_s), r.DONE).view(np.recarray)
+    done = np.zeros(len(arrival_s), r.DONE)
     for rows in simulation.ended():
-        done[rows.request_id] = rows
+        done[rows["request_id"]] = rows
     return done, simulation
 
 
-def _as_chunk(chunk) -> Chunk:
+def _as_chunk(chunk: Sequence[ArrayLike]) -> Chunk:
     # Writable copies of exactly these types: the loop is compiled for them alone.
     arrival_s, prompt_tokens, output_tokens = chunk
     return (

@@ -14,21 +14,24 @@ STAGES = ("prefill_queue_s", "prefill_s", "kv_transfer_s", "decode_queue_s", "de
 """DistServe's five stages (section 6.3), in the order in which they happen."""
 
 
-def ttft_s(done: np.recarray) -> np.ndarray:
+def ttft_s(done: np.ndarray) -> np.ndarray:
     """Time to first token; NaN for a request that no pool could hold."""
-    return done.prefill_queue_s + done.prefill_s
+    ttft: np.ndarray = done["prefill_queue_s"] + done["prefill_s"]
+    return ttft
 
 
-def tpot_s(done: np.recarray) -> np.ndarray:
+def tpot_s(done: np.ndarray) -> np.ndarray:
     """Time per output token after the first; NaN for a single token, or if nobody decodes."""
-    after_first_s = done.kv_transfer_s + done.decode_queue_s + done.decode_s
-    has_tpot = (done.output_tokens > 1) & (done.decode_instance >= 0)
-    return after_first_s / np.where(has_tpot, done.output_tokens - 1, np.nan)
+    after_first_s = done["kv_transfer_s"] + done["decode_queue_s"] + done["decode_s"]
+    has_tpot = (done["output_tokens"] > 1) & (done["decode_instance"] >= 0)
+    tpot: np.ndarray = after_first_s / np.where(has_tpot, done["output_tokens"] - 1, np.nan)
+    return tpot
 
 
 def is_met(slo: SLO, ttft: np.ndarray, tpot: np.ndarray) -> np.ndarray:
     """`SLO.is_met` for arrays; NaN stands for no TPOT, and for no TTFT at all."""
-    return (ttft <= slo.ttft_s) & ~(tpot > slo.tpot_s)
+    met: np.ndarray = (ttft <= slo.ttft_s) & ~(tpot > slo.tpot_s)
+    return met
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,14 +76,14 @@ class SimulationResult:
         return self.percentiles()._repr_html_() + self.timelines._repr_html_()
 
 
-def timelines_of(done: np.recarray) -> xr.Dataset:
+def timelines_of(done: np.ndarray) -> xr.Dataset:
     """The rows of the event loop as a dataset."""
     data = {name: ("request", done[name].copy()) for name in ("arrival_s", *STAGES)}
     data["ttft_s"] = ("request", ttft_s(done))
     data["tpot_s"] = ("request", tpot_s(done))
     for name in ("output_tokens", "num_recomputes", "prefill_instance", "decode_instance"):
         data[name] = ("request", done[name].astype(np.int32))
-    data["rejected"] = ("request", done.status == r.REJECTED)
+    data["rejected"] = ("request", done["status"] == r.REJECTED)
     return xr.Dataset(data)
 
 

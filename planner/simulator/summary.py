@@ -79,14 +79,14 @@ class Summary:
         data = {"num_requests": ("window", self._arrived), "attainment": ("window", attained)}
         return xr.Dataset(data, {"window": start_s})
 
-    def add(self, done: np.recarray) -> None:
+    def add(self, done: np.ndarray) -> None:
         """Fold rows of the event loop in."""
         ttft, tpot = ttft_s(done), tpot_s(done)
         met = is_met(self.slo, ttft, tpot)
         self.ttft.add(ttft)
         self.tpot.add(tpot)
-        self.num_rejected += int(np.count_nonzero(done.status == r.REJECTED))
-        window = (done.arrival_s / self.window_s).astype(np.int64)
+        self.num_rejected += int(np.count_nonzero(done["status"] == r.REJECTED))
+        window = (done["arrival_s"] / self.window_s).astype(np.int64)
         self._arrived = _added(self._arrived, np.bincount(window))
         self._met = _added(self._met, np.bincount(window[met]))
 

@@ -1,0 +1,147 @@
+"""Whether a simulated run says anything about the long run.
+
+A queue that grows looks fine while it is short: at a rate above capacity the first few hundred
+requests still meet their limits. So a run counts only if it is long enough for a small overload
+to break the limits by itself, if its halves agree and if its waiting times do not drift.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from daskserve.core.slo import SLO
+from daskserve.planner.simulator.result import STAGES, is_met, tpot_s, ttft_s
+
+MARGIN = 0.1
+"""Share of the requests at each end that is not measured: the system fills and empties there."""
+
+STEADY_REQUESTS = 25_000
+"""So many Poisson arrivals show an overload of 2 % as a drift, whatever the limits tolerate."""
+
+_BATCHES = 20
+_OVERLOAD = 0.02
+_LIFETIMES = 10
+_SIGMAS = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """What one run at one rate showed.
+
+    Parameters
+    ----------
+    rate
+        Requests/s.
+    num_requests
+        Simulated; the middle ``1 - 2 * MARGIN`` of them are measured.
+    attainment, first_half, second_half
+        Share that met both limits: of all measured, and of each half of them.
+    ttft_attainment, tpot_attainment
+        Share that met the one limit.
+    is_long_enough
+        Whether the run is long against the limits and against a request's life.
+    is_drifting
+        Whether waiting times grew or the halves disagree: not a steady state.
+    is_surely_missed
+        Whether the target is out of reach beyond noise: more requests cannot mend it.
+    verdict
+        ``met``, ``missed`` or ``unstable`` (attained so far, but not a steady state).
+    """
+
+    rate: float
+    num_requests: int
+    attainment: float
+    first_half: float
+    second_half: float
+    ttft_attainment: float
+    tpot_attainment: float
+    is_long_enough: bool
+    is_drifting: bool
+    is_surely_missed: bool
+    verdict: str
+
+    @property
+    def limited_by(self) -> str:
+        """What fails first here: ``ttft``, ``tpot`` or ``stability``."""
+        if self.verdict == "unstable":
+            return "stability"
+        return "ttft" if self.ttft_attainment <= self.tpot_attainment else "tpot"
+
+
+def requests_needed(rate: float, slo: SLO, done: np.ndarray) -> int:
+    """Requests that make a run at ``rate`` long enough, judged from a shorter one.
+
+    Above capacity by 2 %, waiting times grow by 0.02 s per second. Either the run lasts twice as
+    long as it takes that growth to use up what the limits tolerate (the TTFT limit, or the TPOT
+    limit times the tokens), so that half of it is spent beyond them; or it has so many requests
+    that the growth stands out of the noise. In both cases it lasts ten lives of a request.
+    """
+    tokens = float(done["output_tokens"].mean())
+    tolerated_s = max(slo.ttft_s, slo.tpot_s * max(tokens - 1, 1))
+    horizon = rate * 2 * tolerated_s / _OVERLOAD
+    gaps_s = np.diff(done["arrival_s"])
+    burstiness = float(gaps_s.var() / gaps_s.mean() ** 2) if gaps_s.mean() > 0 else 1.0
+    steady = STEADY_REQUESTS * max(1.0, (1 + burstiness) / 2)
+    lives = _LIFETIMES * rate * float(np.nan_to_num(_total_s(done)).mean())
+    return int(max(min(horizon, steady), lives)) + 1
+
+
+def judge(rate: float, slo: SLO, done: np.ndarray) -> Probe:
+    """Judge a run: ``done`` are the simulator's rows in order of arrival, at least 100."""
+    margin = int(len(done) * MARGIN)
+    measured = done[margin : len(done) - margin]
+    ttft, tpot = ttft_s(measured), tpot_s(measured)
+    met = is_met(slo, ttft, tpot)
+    waiting_s = measured["prefill_queue_s"] + measured["kv_transfer_s"] + measured["decode_queue_s"]
+    halves = _batch_means(met).reshape(2, -1)
+    attainment, (first, second) = float(met.mean()), halves.mean(axis=1)
+    error = _standard_error(halves)
+    surely_missed = bool(second + _SIGMAS * error[1] < slo.attainment)
+    drifting = _is_drifting(halves, _batch_means(np.nan_to_num(waiting_s)).reshape(2, -1))
+    long_enough = len(done) >= requests_needed(rate, slo, measured)
+    if surely_missed or (attainment < slo.attainment and not drifting):
+        verdict = "missed"
+    else:
+        verdict = "met" if long_enough and not drifting else "unstable"
+    return Probe(
+        rate=rate,
+        num_requests=len(done),
+        attainment=attainment,
+        first_half=float(first),
+        second_half=float(second),
+        ttft_attainment=float((ttft <= slo.ttft_s).mean()),
+        tpot_attainment=float((~(tpot > slo.tpot_s)).mean()),
+        is_long_enough=long_enough,
+        is_drifting=drifting,
+        is_surely_missed=surely_missed,
+        verdict=verdict,
+    )
+
+
+def _total_s(done: np.ndarray) -> np.ndarray:
+    stages = (done[name] for name in STAGES)
+    return np.asarray(sum(stages))
+
+
+def _is_drifting(met: np.ndarray, waiting_s: np.ndarray) -> bool:
+    """Halves by row, batch means by column."""
+    disagree = abs(met[0].mean() - met[1].mean()) > 0.01 + _SIGMAS * _difference_error(met)
+    before, after = waiting_s.mean(axis=1)
+    grows = after - before > _SIGMAS * _difference_error(waiting_s) and after > 1.3 * before
+    return bool(disagree or grows)
+
+
+def _batch_means(values: np.ndarray) -> np.ndarray:
+    edges = np.linspace(0, len(values), _BATCHES + 1).astype(np.int64)[:-1]
+    sums = np.add.reduceat(values.astype(np.float64), edges)
+    return np.asarray(sums / np.diff(np.r_[edges, len(values)]))
+
+
+def _standard_error(halves: np.ndarray) -> np.ndarray:
+    return np.asarray(halves.std(axis=1, ddof=1) / np.sqrt(halves.shape[1]))
+
+
+def _difference_error(halves: np.ndarray) -> float:
+    return float(np.hypot(*_standard_error(halves)))

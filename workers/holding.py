@@ -119,14 +119,6 @@ class BurstBuffer:
             del self._held[request_id]
             return held.owner
 
-    def keep(self, request_ids: Iterable[str], now: float) -> None:
-        """Start the lease of these requests again; ids that are not held are ignored."""
-        with self._lock:
-            for request_id in request_ids:
-                held = self._held.get(request_id)
-                if held is not None and held.expires_at > now:
-                    held.expires_at = max(held.expires_at, now + self._lease_s)
-
     def expire(self, now: float) -> list[int]:
         """Stop holding what is over its deadline; returns the owners whose pages to free."""
         with self._lock:

@@ -167,10 +167,6 @@ class Instance:
         """Give held KV back; does nothing if it is gone or the secret is wrong. Any thread."""
         self._thread.post(partial(self.engine.release, request_id, secret))
 
-    def keep(self, request_ids: Iterable[str]) -> None:
-        """Somebody still means to pull these: their leases start again. Any thread."""
-        self.engine.holding.keep(request_ids, self.engine.clock())
-
     async def close(self, drain_s: float = 0.0) -> None:
         """Stop; requests that are not done after ``drain_s`` seconds get ``InstanceLost``."""
         if self._engine is None:

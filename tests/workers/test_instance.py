@@ -17,7 +17,6 @@ from daskserve.errors import (
     EngineStepFailed,
     InstanceLost,
     KVUnavailable,
-    ModelError,
     RequestCancelled,
 )
 from daskserve.workers.instance import Instance
@@ -375,11 +374,6 @@ async def test_closing_while_a_pull_hangs_ends(start, make_request) -> None:
     await asyncio.wait_for(pair.decode.close(), 5)
     with pytest.raises(InstanceLost):
         await task
-
-
-def test_a_model_that_does_not_load_is_an_error_of_start() -> None:
-    with pytest.raises(ModelError, match="no-such-model"):
-        Instance(Role.DECODE, dataclasses.replace(CONFIG, model="no-such-model")).start()
 
 
 async def test_info_says_what_routing_needs(start) -> None:

@@ -36,7 +36,7 @@ BATCHED_PROMPT_TOKENS = 128
 """Length of the prompts that make up a batched step."""
 
 STEP_TOKENS = (32, 64, 128, 256, 512, 1024, 2048)
-_REPEATS = 3
+_ROUNDS, _ROUND_S = 4, 0.03
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,16 +114,16 @@ def knee(points: Sequence[PrefillPoint], share: float = KNEE_SHARE) -> int:
 
 
 def profile_prefill(
-    config: EngineConfig, on_point: Callable[[PrefillPoint], None] | None = None
+    config: EngineConfig, on_point: Callable[[PrefillPoint], None] = lambda point: None
 ) -> PrefillProfile:
-    """Load the model, measure it, and keep the result for engines on this machine.
+    """Load the model, measure it for half a minute, and keep the result for engines here.
 
     Parameters
     ----------
     config
         Model, dtype, threads and block size.
     on_point
-        Called after each measured step size, for progress.
+        Called with the first figure of every step size, for progress; later ones may be better.
 
     Raises
     ------
@@ -137,11 +137,7 @@ def profile_prefill(
     if config.model == "mock":
         raise ConfigError("the mock model has fixed step times: there is nothing to profile")
     runner = load_runner(resolve(config.model), config)
-    points = []
-    for point in measure(runner, config.block_size):
-        points.append(point)
-        if on_point is not None:
-            on_point(point)
+    points = measure(runner, config.block_size, on_point=on_point)
     profile = PrefillProfile(Machine.of(config), tuple(points))
     _store(profile)
     return profile
@@ -161,7 +157,10 @@ def stored_budget(config: EngineConfig) -> int | None:
 
 
 def measure(
-    runner: Runner, block_size: int, step_tokens: Sequence[int] = STEP_TOKENS
+    runner: Runner,
+    block_size: int,
+    step_tokens: Sequence[int] = STEP_TOKENS,
+    on_point: Callable[[PrefillPoint], None] = lambda point: None,
 ) -> list[PrefillPoint]:
     """Time whole prefill steps: each size as one prompt, and as several short ones."""
     sizes = [size for size in step_tokens if size <= runner.shape.context_tokens]
@@ -170,21 +169,33 @@ def measure(
     num_blocks = max(num_blocks, blocks_for(max(sizes), block_size))
     pool = KVPool(runner.shape, runner.dtype, num_blocks, block_size)
     runner.bind(pool.pages)
-    points = []
+    batches = {}
     for size in sizes:
-        splits = {1, max(size // BATCHED_PROMPT_TOKENS, 1)}
-        for num_prompts in sorted(splits):
-            batch = _prompts(runner.shape.vocab_size, num_prompts, size // num_prompts, block_size)
-            runner.forward(batch)
-            step_s = min(_timed(runner, batch) for _ in range(_REPEATS))
-            points.append(PrefillPoint(num_prompts, size // num_prompts, step_s))
-    return points
+        for num_prompts in sorted({1, max(size // BATCHED_PROMPT_TOKENS, 1)}):
+            length = size // num_prompts
+            batches[num_prompts, length] = _prompts(
+                runner.shape.vocab_size, num_prompts, length, block_size
+            )
+    # In rounds, and the fastest counts: whatever else the machine does for a while then slows
+    # one try of every size, not all tries of one.
+    fastest: dict[tuple[int, int], float] = {}
+    for _ in range(_ROUNDS):
+        for key, batch in batches.items():
+            step_s = _step_s(runner, batch)
+            if key not in fastest:
+                on_point(PrefillPoint(*key, step_s))
+            fastest[key] = min(fastest.get(key, step_s), step_s)
+    return [PrefillPoint(*key, step_s) for key, step_s in fastest.items()]
 
 
-def _timed(runner: Runner, batch: ForwardBatch) -> float:
-    started_at = time.perf_counter()
+def _step_s(runner: Runner, batch: ForwardBatch) -> float:
     runner.forward(batch)
-    return time.perf_counter() - started_at
+    times: list[float] = []
+    while sum(times) < _ROUND_S:
+        started_at = time.perf_counter()
+        runner.forward(batch)
+        times.append(time.perf_counter() - started_at)
+    return min(times)
 
 
 def _prompts(vocab_size: int, num_prompts: int, length: int, block_size: int) -> ForwardBatch:

@@ -108,6 +108,7 @@ def _set_world(tables: r.Tables, deployment: Deployment, max_batch: int) -> None
     world.mode = modes[deployment.mode]
     world.block_size = deployment.block_size
     world.chunk_tokens = deployment.chunk_tokens or 0
+    world.max_tokens = deployment.max_tokens or 0
     world.block_bytes = deployment.block_size * deployment.kv_bytes_per_token
     world.link_latency_s = deployment.link_latency_s
     world.max_batch = max_batch

@@ -40,6 +40,10 @@ class Deployment:
         Added to every transfer.
     block_size
         Tokens per KV page.
+    max_tokens
+        Output limit that callers state with every request, as the service's router books memory
+        for it: longer answers are cut there and nothing is ever preempted. None: memory is
+        taken as it is used.
     """
 
     mode: str = "disaggregated"
@@ -53,6 +57,7 @@ class Deployment:
     decode_link_bandwidth: float | None = None
     link_latency_s: float = 0.0
     block_size: int = 16
+    max_tokens: int | None = None
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
@@ -70,6 +75,10 @@ class Deployment:
             raise ConfigError(f"chunk_tokens={self.chunk_tokens} must be at least 1")
         if self.block_size < 1:
             raise ConfigError(f"block_size={self.block_size} must be at least 1")
+        if self.max_tokens is not None and (self.max_tokens < 1 or self.num_decode == 0):
+            raise ConfigError(
+                f"max_tokens={self.max_tokens} must be at least 1, and needs instances that decode"
+            )
         self._check_links(colocated)
 
     @classmethod

@@ -68,17 +68,22 @@ def bind_ready(world, now):
     while queue_at(world, READY_QUEUE).count > 0:
         slot = slot_at(world, queue_at(world, READY_QUEUE).head)
         need = blocks(slot.num_tokens, world.block_size)
-        chosen = least_loaded(used, total, active, most, need)
+        booking = need
+        if world.max_tokens > 0:
+            booking = blocks(slot.prompt_tokens + world.max_tokens - 1, world.block_size)
+        chosen = least_loaded(used, total, active, most, booking)
         if chosen == NONE:
             break
-        used[chosen] += need
+        used[chosen] += booking
         active[chosen] += 1
         slot_id = pop_front(world, READY_QUEUE)
         slot.state = WAITING
         slot.instance = chosen
         slot.need_blocks = need
+        slot.booked_blocks = booking
         instance = instance_at(world, chosen)
         instance.promised_blocks += need
+        instance.booked_blocks += booking
         push(world, instance.queue, slot_id)
         if not instance.is_blocked:
             wake(world, chosen, now)
@@ -200,16 +205,23 @@ def wake_idle(world, instance_id, now):
 
 @inner
 def _observe(world, instance_id, now):
-    """What the router sees: pages in use or promised, with one kept for each that runs."""
+    """What the router sees of an instance's memory and slots.
+
+    Where callers state an output limit, the router books pages for it, as the service does;
+    else it sees pages in use or promised, and keeps one for each request that runs.
+    """
     instance = instance_at(world, instance_id)
     times = times_at(world, instance.times)
-    used = instance.total_blocks - instance.free_blocks + instance.promised_blocks
-    first = lane_at(world, instance.first_lane)
-    if first.state == BUSY and first.planned > 1:
-        passed = min(boundaries_until(first, now), first.planned - 1)
-        used += growth(world, instance.first_lane, passed)
+    used = instance.booked_blocks
+    if world.max_tokens == 0:
+        used = instance.total_blocks - instance.free_blocks + instance.promised_blocks
+        used += instance.num_running
+        first = lane_at(world, instance.first_lane)
+        if first.state == BUSY and first.planned > 1:
+            passed = min(boundaries_until(first, now), first.planned - 1)
+            used += growth(world, instance.first_lane, passed)
     waiting = queue_at(world, instance.queue).count
-    router_row(world, USED)[instance_id] = used + instance.num_running
+    router_row(world, USED)[instance_id] = used
     router_row(world, TOTAL)[instance_id] = instance.total_blocks
     router_row(world, ACTIVE)[instance_id] = instance.num_active + waiting
     router_row(world, MAX_ACTIVE)[instance_id] = times.max_batch * instance.num_lanes

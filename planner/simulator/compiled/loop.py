@@ -117,6 +117,8 @@ def _arrive(world, now, prompt_tokens, output_tokens):
     slot.transfer_s = 0.0
     slot.prompt_tokens = prompt_tokens
     slot.output_tokens = output_tokens
+    if world.max_tokens > 0:
+        slot.output_tokens = min(output_tokens, world.max_tokens)
     slot.num_tokens = prompt_tokens
     slot.num_recomputes = 0
     slot.prefill = NOBODY
@@ -154,8 +156,9 @@ def _can_ever_fit(world, slot):
     for prefill_id in range(world.num_prefills):
         if prompt_blocks > prefill_at(world, prefill_id).total_blocks:
             return False
+    limit = world.max_tokens if world.max_tokens > 0 else slot.output_tokens
     # The last token is never fed back.
-    most_blocks = blocks(slot.prompt_tokens + slot.output_tokens - 1, block_size)
+    most_blocks = blocks(slot.prompt_tokens + limit - 1, block_size)
     for instance_id in range(world.num_instances):
         if most_blocks > instance_at(world, instance_id).total_blocks:
             return False

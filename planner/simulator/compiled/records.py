@@ -58,6 +58,7 @@ SLOT = np.dtype(
         ("num_tokens", "i8"),  # prompt and output so far, while it does not run
         ("num_uncomputed", "i8"),
         ("need_blocks", "i8"),  # pages that it waits for
+        ("booked_blocks", "i8"),  # pages that the router keeps for it until its end
         ("num_recomputes", "i8"),
         ("next", "i8"),  # link of whatever list it is in
         ("prefill", "i8"),
@@ -123,6 +124,7 @@ INSTANCE = np.dtype(
         ("total_blocks", "i8"),
         ("free_blocks", "i8"),
         ("promised_blocks", "i8"),  # needs of what waits in its queue
+        ("booked_blocks", "i8"),
         ("peak_blocks", "i8"),
         ("num_active", "i8"),  # requests with pages
         ("num_running", "i8"),
@@ -195,6 +197,7 @@ WORLD = np.dtype(
         ("mode", "i8"),
         ("block_size", "i8"),
         ("chunk_tokens", "i8"),
+        ("max_tokens", "i8"),  # output limit that callers state; 0: none
         ("block_bytes", "f8"),
         ("link_latency_s", "f8"),
         ("max_batch", "i8"),

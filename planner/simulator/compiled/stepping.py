@@ -162,6 +162,7 @@ def _end(world, slot_id, now):
     instance = instance_at(world, slot.instance)
     # The last token was never fed back, so it has no place in a page.
     instance.free_blocks += blocks(slot.num_tokens - 1, world.block_size)
+    instance.booked_blocks -= slot.booked_blocks
     instance.num_active -= 1
     lane_at(world, slot.lane).num_members -= 1
     finish(world, slot_id, now)

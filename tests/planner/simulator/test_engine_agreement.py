@@ -63,6 +63,15 @@ def test_colocated(agree, step_times, workload, chunk_tokens, capacity):
     assert (recomputes > 0) == (capacity < 100_000)
 
 
+@pytest.mark.parametrize("mode", ["disaggregated", "prefill_first"])
+def test_memory_booked_for_the_limit_of_the_caller(agree, step_times, workload, mode):
+    times = step_times(kv_capacity_tokens=3000, max_batch=20)
+    is_both = mode == "disaggregated"
+    prefill = dict(prefill=times, num_prefill=1) if is_both else {}
+    deployment = Deployment(mode, decode=times, num_decode=2, max_tokens=300, **prefill)
+    assert agree(deployment, workload(150, 8)) == 0
+
+
 def test_odd_page_sizes(agree, step_times, workload):
     times = step_times(kv_capacity_tokens=3000, max_batch=20)
     for block_size in (1, 7):

@@ -35,13 +35,17 @@ def deployments(draw, make_times):
     num_prefill, num_decode = draw(st.integers(0, 2)), draw(st.integers(1, 2))
     decode = tuple(times() for _ in range(num_decode))
     block_size = draw(st.sampled_from([1, 7, 16]))
+    max_tokens = draw(st.sampled_from([None, None, 45]))
     mode = draw(st.sampled_from(["disaggregated", "prefill_first", "chunked"]))
     if mode != "disaggregated":
         chunk = draw(st.sampled_from([16, 200])) if mode == "chunked" else None
-        return Deployment(mode, None, 0, decode, num_decode, chunk, block_size=block_size)
+        return Deployment(mode, None, 0, decode, num_decode, chunk, block_size=block_size,
+                          max_tokens=max_tokens)  # fmt: skip
     prefill = tuple(times() for _ in range(num_prefill)) or None
     return Deployment(
-        mode, prefill, num_prefill, decode, num_decode, block_size=block_size,
+        mode, prefill, num_prefill, decode, num_decode,
+        block_size=block_size,
+        max_tokens=max_tokens,
         kv_bytes_per_token=draw(st.sampled_from([0.0, 1e5])),
         link_bandwidth=draw(st.sampled_from([1e8, 1e10])),
         link_latency_s=draw(st.sampled_from([0.0, 0.003])),
@@ -95,7 +99,7 @@ def audit(tables):
 
 
 @given(st.data())
-@random_laws
+@settings(random_laws, max_examples=20)
 def test_after_every_event(step_times, data):
     deployment = data.draw(deployments(step_times))
     trace = data.draw(traces())
@@ -121,10 +125,14 @@ def test_every_timeline(step_times, data):
     size = deployment.block_size
     instances = simulation.tables.instances.total_blocks
     prefills = simulation.tables.prefills.total_blocks
-    too_long = pages(prompt + output - 1, size) > instances.min()
+    limit = deployment.max_tokens
+    too_long = pages(prompt + (limit or output) - 1, size) > instances.min()
     if len(prefills):
         too_long |= pages(prompt, size) > prefills.min()
     np.testing.assert_array_equal(rejected, too_long)
+    if limit:
+        output = np.minimum(output, limit)
+        assert (done["num_recomputes"] == 0).all()
     stages = np.array([done[name][~rejected] for name in STAGES])
     assert (stages >= 0).all()
     assert (done["decode_s"][~rejected] > 0)[output[~rejected] > 1].all()

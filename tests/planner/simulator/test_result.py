@@ -101,6 +101,7 @@ def test_chunks_must_go_on_rising(deployment):
         dict(kv_bytes_per_token=float("nan")),
         dict(link_bandwidth=0.0),
         dict(block_size=0),
+        dict(max_tokens=0),
     ],
 )
 def test_deployments_that_make_no_sense(step_times, changes):

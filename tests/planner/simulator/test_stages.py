@@ -121,6 +121,18 @@ def test_kv_is_pulled_only_when_decode_memory_allows(step_times):
     assert done["decode_queue_s"][1] == pytest.approx(waited_s)
 
 
+def test_memory_booked_for_a_limit_keeps_others_waiting(step_times):
+    """Two requests would fit side by side, but not if both may answer at length."""
+    times = step_times(kv_capacity_tokens=2048)
+    requests = [(0.0, PROMPT, OUTPUT)] * 2
+    used = run(Deployment.decode_alone(times, 1), *requests)
+    booked = run(Deployment.decode_alone(times, 1, max_tokens=1000), *requests)
+    assert used["decode_queue_s"].tolist() == [0, 0]
+    assert booked["decode_queue_s"].tolist() == [0, pytest.approx(booked["decode_s"][0])]
+    cut = run(Deployment.decode_alone(times, 1, max_tokens=10), *requests)
+    assert cut["output_tokens"].tolist() == [10, 10]
+
+
 def test_each_instance_has_its_own_capacity(step_times):
     """A request that outgrows the smaller pool is preempted there and only there."""
     small, large = step_times(kv_capacity_tokens=1120), step_times(kv_capacity_tokens=20_000)

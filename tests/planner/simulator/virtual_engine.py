@@ -56,6 +56,7 @@ class Decode:
         self.scheduler = ContinuousScheduler(self.pool, role, config, times.prefill_budget_tokens)
         self.step = None
         self.landed = []
+        self.bound = []
 
 
 class VirtualCluster:
@@ -131,21 +132,31 @@ class VirtualCluster:
 
     def _bind(self):
         while self.ready:
-            need = self.decodes[0].pool.blocks_for(self.ready[0].num_tokens)
+            need = self._pages(self.ready[0])
             used, total, active, most = zip(*map(self._observed, self.decodes), strict=True)
             chosen = least_loaded(used, total, active, most, need)
             if chosen < 0:
                 return
             decode = self.decodes[chosen]
+            decode.bound.append(self.ready[0])
             decode.scheduler.add(self.ready.popleft())
             if decode.step is None:
                 self._at(self.now, STEP_END, self._iterate, decode, None)
+
+    def _pages(self, sequence):
+        """What the router keeps for a request: room for its limit if there is one."""
+        limit = self.deployment.max_tokens
+        prompt = sequence.request.num_prompt_tokens
+        tokens = prompt + limit - 1 if limit else sequence.num_tokens
+        return self.decodes[0].pool.blocks_for(tokens)
 
     def _observed(self, decode):
         scheduler = decode.scheduler
         waiting = scheduler.waiting.lengths(len(scheduler.waiting))
         promised = sum(decode.pool.blocks_for(length) for length in waiting)
         used = decode.pool.num_used + promised + len(scheduler.running)
+        if self.deployment.max_tokens:
+            used = sum(map(self._pages, decode.bound))
         active = scheduler.num_active + len(waiting)
         return used, decode.pool.num_blocks, active, decode.times.max_batch_size
 
@@ -211,6 +222,7 @@ class VirtualCluster:
         self._token(sequence)
         if self._is_over(sequence):
             decode.scheduler.remove(sequence)
+            decode.bound.remove(sequence)
             self._end(sequence)
             return True
         return False

@@ -94,6 +94,18 @@ def test_a_late_poison_dies_after_three_instances(local: Service, is_idle, event
     eventually(lambda: len(local.info()) == 3 and is_idle(local), timeout_s=30)
 
 
+@pytest.mark.parametrize("role", [Role.DECODE, Role.PREFILL])
+def test_streams_go_on_exactly_when_their_instance_dies(local: Service, role: Role):
+    params = SamplingParams(max_tokens=150)
+    prompts = [f"prompt {i}" for i in range(8)]
+    expected = [c.text for c in local.client.gather(local.map(prompts, params))]
+    streams = [local.stream(prompt, params) for prompt in prompts]
+    texts = [next(stream).text for stream in streams]
+    os.kill(pids(local, role)[0], signal.SIGKILL)
+    texts = [t + "".join(d.text for d in s) for t, s in zip(texts, streams, strict=True)]
+    assert texts == expected
+
+
 def test_all_workers_killed_come_back_and_finish(local: Service, is_idle, eventually):
     prompts = [f"prompt {i}" for i in range(30)]
     expected = [c.text for c in local.client.gather(local.map(prompts, PARAMS))]

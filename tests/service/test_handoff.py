@@ -7,10 +7,11 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 
+import dask
 import pytest
 
 from daskserve import EngineConfig, Role, SamplingParams, Service
-from daskserve.errors import NeverFits
+from daskserve.errors import InvalidParameter, NeverFits
 from daskserve.service.kv_pull import OPERATION
 
 PARAMS = SamplingParams(max_tokens=12)
@@ -50,7 +51,7 @@ def test_a_pool_of_one_and_a_half_requests_serves_twenty(attach, mock, is_idle, 
 
 def test_requests_are_served_in_order_of_submission(attach, mock):
     with attach(mock(num_kv_blocks=6), prefill=1, decode=1) as service:
-        futures = service.map([[5] * 60] * 8, SamplingParams(max_tokens=20))
+        futures = service.map([[5] * 60] * 8, SamplingParams(max_tokens=10))
         finished: list[int] = []
         while len(finished) < len(futures):
             finished += [i for i, f in enumerate(futures) if f.done() and i not in finished]
@@ -111,16 +112,33 @@ def test_an_expired_lease_is_computed_again(attach, mock, colocated: Service, is
 
 
 def test_leases_are_renewed_while_their_decode_waits(attach, mock):
-    import dask
-
-    config = mock(num_kv_blocks=24, kv_lease_s=0.6, mock_decode_s=0.02)
+    config = mock(num_kv_blocks=24, kv_lease_s=0.4, mock_decode_s=0.01)
     with (
-        dask.config.set({"daskserve.service.lease-renewal-s": 0.1}),
+        dask.config.set({"daskserve.service.lease-renewal-s": 0.05}),
         attach(config, slots=1, prefill=1, decode=1) as service,
     ):
         futures = service.map(["hello there"] * 4, SamplingParams(max_tokens=40))
         completions = service.client.gather(futures)
         assert [c.timeline.num_recomputes for c in completions] == [0] * 4
+
+
+def test_kv_that_died_with_its_worker_is_prefilled_again(attach, mock, eventually):
+    """Dask has a copy of the handle elsewhere and thinks the result safe; the KV is gone."""
+    config = mock(mock_decode_s=0.02)
+    with attach(config, slots=1, prefill=2, decode=1) as service:
+        first = service.submit("hello", SamplingParams(max_tokens=40))
+        second = service.submit("hello", SamplingParams(max_tokens=40))
+        handle = service.prefill_future(second).result().handle
+        service.client.replicate([service.prefill_future(second)], n=3)
+
+        def close(dask_worker) -> None:
+            dask_worker.loop.add_callback(dask_worker.close, nanny=False)
+
+        service.client.run(close, workers=[handle.instance_address])
+        assert second.result().text == first.result().text
+        assert second.result().timeline.num_recomputes == 0
+        again = service.prefill_future(second).result().handle
+        assert again.instance_address != handle.instance_address
 
 
 def test_refused_by_decode_after_its_prefill_everything_is_free(pair: Service, is_idle, eventually):
@@ -137,10 +155,16 @@ def test_a_request_that_the_engine_refuses_fails_alone(pair: Service, is_idle, e
     bad = replace(pair.validate("hello", PARAMS), prompt_token_ids=(10**6,))
     good = pair.validate("hello", PARAMS)
     futures = pair.submit_requests([bad, good])
-    with pytest.raises(Exception, match="token ids"):
+    with pytest.raises(InvalidParameter, match="token ids"):
         futures[0].result(timeout=5)
     assert futures[1].result().num_output_tokens == 12
     eventually(lambda: is_idle(pair))
+
+
+def test_a_request_shows_neither_prompt_nor_secret_where_dask_logs_it(pair: Service):
+    request = pair.validate([71, 72, 73], PARAMS)
+    shown = repr(replace(request, token_sink="127.0.0.1:1/ab12"))
+    assert "prompt_token_ids" not in shown and "ab12" not in shown
 
 
 def test_nothing_is_left_on_the_scheduler(pair: Service, is_idle, eventually):

@@ -59,6 +59,7 @@ class DispatchPlugin(SchedulerPlugin):
     async def start(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
         self._homes: dict[str, str] = {}  # request id -> address that holds its KV
+        self._ready: list[str] = []  # keys of tasks that can run now
         self._orphans: list[str] = []  # prefill keys whose decode ended before them
         self._doomed: list[tuple[str, DaskserveError]] = []  # keys to fail
         self._is_pump_due = False
@@ -155,7 +156,8 @@ class DispatchPlugin(SchedulerPlugin):
         if finish == "waiting":
             ts.worker_restrictions = set(_PARKED)
         elif finish == "no-worker":
-            self._became_ready(ts, request_id)
+            self._ready.append(ts.key)
+            self.wake()
         elif finish == "processing" and self.check is not None:
             self.check.verify_start(ts)
         elif finish in _ENDED:
@@ -171,31 +173,6 @@ class DispatchPlugin(SchedulerPlugin):
             self.lose(address, is_loss=ts.suspicious > 0)
         elif finish != "memory" and ts.key == prefill_key(request_id):
             self._free_kv_at(address, request_id)
-
-    def _became_ready(self, ts: Any, request_id: str) -> None:
-        if ts.key == prefill_key(request_id):
-            decode = self._scheduler.tasks.get(decode_key(request_id))
-            if decode is not None and decode.state in _ENDED:
-                self._orphans.append(ts.key)  # lost its result after it was of use
-                self.wake()
-                return
-        facts = Facts(*ts.annotations[ANNOTATION])
-        role = role_of(ts.resource_restrictions)
-        stage = Stage(
-            ts.key,
-            role,
-            prompt_tokens=facts.prompt_tokens,
-            pool_tokens=facts.pool_tokens(role),
-            # The caller's priority first, then graphs as they came, then in their order.
-            rank=(*ts.priority[:2], facts.position),
-        )
-        stage = self.state.arrive(stage)
-        if stage.is_convicted:
-            error = KilledInstance(
-                f"request {request_id}: {stage.losses} instances died while running it"
-            )
-            self._doomed.append((ts.key, error))
-        self.wake()
 
     def _ended(self, ts: Any, request_id: str, finish: str, worker: str) -> None:
         self.state.leave(ts.key)
@@ -242,12 +219,28 @@ class DispatchPlugin(SchedulerPlugin):
         if self._scheduler.status is not Status.running:
             return
         try:
+            self._admit()
             self._cancel_orphans()
             self._fail_doomed()
             self._bind()
         except Exception:
             self._complain()
             self._unpark_all()
+
+    def _admit(self) -> None:
+        ready, self._ready = self._ready, []
+        for key in ready:
+            ts = self._scheduler.tasks.get(key)
+            if ts is None or ts.state != "no-worker":
+                continue
+            decode = self._scheduler.tasks.get(decode_key(request_id_of(key)))
+            if decode is not None and decode.state in _ENDED:
+                self._orphans.append(key)  # a prefill whose result got lost after it was of use
+                continue
+            stage = self.state.arrive(_stage(ts))
+            if stage.is_convicted:
+                text = f"{key}: {stage.losses} instances died while they ran it"
+                self._doomed.append((key, KilledInstance(text)))
 
     def _bind(self) -> None:
         for instance in self.state.instances.values():
@@ -270,14 +263,21 @@ class DispatchPlugin(SchedulerPlugin):
         # The scheduler takes recommendations from the end.
         recommendations = dict.fromkeys(reversed(bound), "processing")
         self._scheduler.transitions(recommendations, stimulus_id=_stimulus())
+        for key in bound:
+            ts = self._scheduler.tasks.get(key)
+            if ts is not None and ts.state == "no-worker":  # Dask sees a reason against it
+                ts.worker_restrictions = set(_PARKED)
+                self.state.withdraw(key)
+                self._ready.append(key)
 
     def _start_probation(self, stage: Stage) -> None:
         if stage.losses >= self._settings.max_attempts:
             return  # it survived a probation and lost another instance: alone until it is done
 
-        def clear() -> None:
-            self.state.clear(stage)
-            self.wake()
+        def clear(losses: int = stage.losses) -> None:
+            if stage.losses == losses:
+                self.state.clear(stage)
+                self.wake()
 
         asyncio.get_running_loop().call_later(self._settings.probation_s, clear)
 
@@ -316,12 +316,27 @@ class DispatchPlugin(SchedulerPlugin):
 
     def _unpark_all(self) -> None:
         recommendations = {}
-        for stage in [s for role in Role for s in self.state.waiting(role)]:
-            ts = self._scheduler.tasks.get(stage.key)
+        ready, self._ready = self._ready, []
+        waiting = [stage.key for role in Role for stage in self.state.waiting(role)]
+        for key in (*ready, *waiting):
+            ts = self._scheduler.tasks.get(key)
             if ts is not None and ts.state == "no-worker":
                 ts.worker_restrictions = None
-                recommendations[stage.key] = "processing"
+                recommendations[key] = "processing"
         self._scheduler.transitions(recommendations, stimulus_id=_stimulus())
+
+
+def _stage(ts: Any) -> Stage:
+    facts = Facts(*ts.annotations[ANNOTATION])
+    role = role_of(ts.resource_restrictions)
+    return Stage(
+        ts.key,
+        role,
+        prompt_tokens=facts.prompt_tokens,
+        pool_tokens=facts.pool_tokens(role),
+        # The caller's priority first, then graphs as they came, then in their order.
+        rank=(*ts.priority[:2], facts.position),
+    )
 
 
 def _stimulus() -> str:

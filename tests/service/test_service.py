@@ -81,3 +81,15 @@ def test_dispatch_was_always_right(service: Service):
     assert dispatch["choices"] >= 78
     assert dispatch["violations"] == 0, dispatch["notes"]
     assert not dispatch["failed"]
+
+
+def test_when_dispatch_itself_breaks_dask_schedules(attach, mock):
+    with attach(mock(), prefill=1, decode=2) as service:
+
+        def break_it(dask_scheduler) -> None:
+            dask_scheduler.plugins["daskserve-dispatch"].state.next_binding = None
+
+        service.client.run_on_scheduler(break_it)
+        completions = service.client.gather(service.map(["a", "b", "c"], PARAMS))
+        assert [c.num_output_tokens for c in completions] == [12] * 3
+        assert service.status()["dispatch"]["failed"]

@@ -29,22 +29,29 @@ class ProgressView(AbstractContextManager["ProgressView"]):
         Rows of the job.
     interval_s
         Seconds between two plain lines.
+    is_shown
+        False keeps silent.
     stream
         Where to write, standard error by default; a terminal gets the live line.
     """
 
     def __init__(
-        self, tally: Tally, num_rows: int, interval_s: float, stream: TextIO | None = None
+        self,
+        tally: Tally,
+        num_rows: int,
+        interval_s: float,
+        is_shown: bool = True,
+        stream: TextIO | None = None,
     ) -> None:
         stream = stream or sys.stderr
         self._tally, self._num_rows, self._interval_s = tally, num_rows, interval_s
-        self._stream = stream
+        self._stream, self._is_shown = stream, is_shown
         now = time.monotonic()
         self._shown_at = now
         # (time, rows, output tokens) of the last seconds: rates follow what happens now.
         self._samples = deque([(now, tally.num_rows, tally.output_tokens)])
         self._bar: Progress | None = None
-        if stream.isatty():
+        if is_shown and stream.isatty():
             self._bar = Progress(
                 BarColumn(bar_width=8),
                 TextColumn("{task.description}", table_column=Column(no_wrap=True)),
@@ -72,7 +79,7 @@ class ProgressView(AbstractContextManager["ProgressView"]):
             self._samples.popleft()
         if self._bar is not None:
             self._bar.update(self._task, completed=self._tally.num_rows, description=self.text())
-        elif final or now - self._shown_at >= self._interval_s:
+        elif self._is_shown and (final or now - self._shown_at >= self._interval_s):
             self._shown_at = now
             print(self.text(), file=self._stream)
 

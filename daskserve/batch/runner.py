@@ -148,29 +148,24 @@ class BatchJob:
             self._folder, self._format, num_rows, limits.sync_interval_s, self._tally.add_earlier
         )
         self._window = Window(service, size, limits.max_attempts, limits.stall_timeout_s)
-        view = ProgressView(self._tally, num_rows, limits.progress_interval_s)
+        view = ProgressView(self._tally, num_rows, limits.progress_interval_s, show_progress)
         started_at = time.monotonic()
-        try:
-            with view if show_progress else contextlib.nullcontext():
-                self._answer(service, view if show_progress else None)
+        with contextlib.closing(self._writer), contextlib.closing(self._window), view:
+            self._answer(service, view)
             self._writer.finish()
-        finally:
-            self._window.close()
-            self._writer.close()
         summary = self._tally.summary(
             time.monotonic() - started_at, self._window.num_retries, self._writer.num_duplicates
         )
         self._folder.write_summary(summary.to_record())
         return summary
 
-    def _answer(self, service: Service, view: ProgressView | None) -> None:
+    def _answer(self, service: Service, view: ProgressView) -> None:
         rows = self._file.rows(self._found.form)
         todo = (row for row in rows if row.number not in self._writer)
         while self._fill(service, todo) or self._window:
             for finished in self._window.wait():
                 self._settle(finished)
-            if view is not None:
-                view.update()
+            view.update()
         self._write_lost()
 
     def _fill(self, service: Service, todo: Iterator[Row]) -> bool:

@@ -123,11 +123,16 @@ class Window:
         Raises
         ------
         BatchError
-            The scheduler is gone, or nothing finished for ``stall_timeout_s``.
+            Scheduler or instances are gone, or nothing finished for ``stall_timeout_s``.
         """
-        finished = [self._settle(*ended) for ended in self._take()]
+        ended = self._take()
+        # First of all: a lost scheduler ends every row at once, and none of them is at fault.
+        if self._service.client.status != "running":
+            raise BatchError(
+                "the Dask scheduler is gone; start it again and run the same command to go on"
+            )
         now = time.monotonic()
-        if finished or not self._flights:
+        if ended or not self._flights:
             self._progressed_at = now
         elif now - self._progressed_at > self._stall_timeout_s:
             raise BatchError(
@@ -135,13 +140,7 @@ class Window:
                 f"batch.stall-timeout-s) with {len(self)} in flight; run the same command "
                 "again to go on"
             )
-        for f in finished:
-            if f is not None and isinstance(f.result, ClusterError):
-                raise BatchError(f"{f.result}; run the same command again to go on")
-        if self._service.client.status != "running":
-            raise BatchError(
-                "the Dask scheduler is gone; start it again and run the same command to go on"
-            )
+        finished = [self._settle(request_id, result) for request_id, result in ended]
         return [f for f in finished if f is not None]
 
     def _take(self) -> list[tuple[str, Any]]:
@@ -155,6 +154,8 @@ class Window:
 
     def _settle(self, request_id: str, result: Any) -> Finished | None:
         """None for a row that is tried again."""
+        if isinstance(result, ClusterError):
+            raise BatchError(f"{result}; run the same command again to go on")
         flight = self._flights.pop(request_id)
         if isinstance(result, _WORTH_A_RETRY) and flight.attempt < self._max_attempts:
             self.num_retries += 1

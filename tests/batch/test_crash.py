@@ -9,15 +9,20 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
+import dask
 import pytest
+from distributed import Client
+from distributed.diagnostics.plugin import WorkerPlugin
 
-from daskserve import SamplingParams, run_batch
+from daskserve import EngineConfig, SamplingParams, Service, run_batch
+from daskserve.errors import BatchError
 
 NUM_ROWS = 100
 PARAMS = SamplingParams(max_tokens=16)
+POISON = [66] * 7
 
 
 @pytest.fixture
@@ -68,7 +73,7 @@ def num_lines(path):
 
 def wait_for_lines(process, output, count):
     deadline = time.monotonic() + 60
-    while num_lines(output) < count and process.poll() is None:
+    while num_lines(output) < count and (process is None or process.poll() is None):
         assert time.monotonic() < deadline
         time.sleep(0.002)
 
@@ -125,27 +130,95 @@ def test_stopped_job_says_so_and_goes_on(service, source, tmp_path, expected, nu
     assert sorted(output.read_text().splitlines()) == expected
 
 
-def test_killed_decode_worker_loses_and_repeats_no_row(service, source, tmp_path, expected):
-    [decode] = [i.address for i in service.info() if i.role == "DECODE"]
-    pid = service.client.run(os.getpid, workers=[decode])[decode]
+def start_job(pool, service, source, output):
+    """A job under way: half of its rows are written."""
+    job = pool.submit(run_batch, service, source, output, params=PARAMS, max_in_flight=20)
+    wait_for_lines(None, output, NUM_ROWS // 2)
+    return job
+
+
+def test_job_without_instances_stops_and_goes_on(cluster, source, tmp_path, expected):
     output = tmp_path / "out.jsonl"
-    summaries = []
+    with (
+        dask.config.set({"daskserve.service.no-instance-timeout-s": 0.5}),
+        Client(cluster) as client,
+        Service.attach(client, EngineConfig(model="mock")) as service,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        job = start_job(pool, service, source, output)
+        client.retire_workers([i.address for i in service.info() if i.role == "DECODE"])
+        with pytest.raises(BatchError, match="run the same command again to go on"):
+            job.result(60)
+    assert output.read_bytes().endswith(b"\n")
+    assert set(output.read_text().splitlines()) < set(expected)
 
-    def job():
-        summaries.append(
-            run_batch(service, source, output, params=PARAMS, max_in_flight=20, show_progress=False)
-        )
 
-    thread = threading.Thread(target=job)
-    thread.start()
-    deadline = time.monotonic() + 60
-    while num_lines(output) < NUM_ROWS // 2:
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-    os.kill(pid, signal.SIGKILL)
-    thread.join(100)
-    assert [s.num_succeeded for s in summaries] == [NUM_ROWS]
+def test_job_without_scheduler_stops_and_goes_on(cluster, service, source, tmp_path, expected):
+    output = tmp_path / "out.jsonl"
+    with Client(cluster) as client, ThreadPoolExecutor(1) as pool:
+        doomed = Service.attach(client, EngineConfig(model="mock"))
+        job = start_job(pool, doomed, source, output)
+        cluster.close()
+        with pytest.raises(BatchError, match="the Dask scheduler is gone"):
+            job.result(60)
+    run_batch(service, source, output, params=PARAMS)
     assert sorted(output.read_text().splitlines()) == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("role", ["DECODE", "PREFILL"])
+def test_killed_worker_loses_and_repeats_no_row(local_service, source, tmp_path, expected, role):
+    [address] = [i.address for i in local_service.info() if i.role == role]
+    pid = local_service.client.run(os.getpid, workers=[address])[address]
+    output = tmp_path / "out.jsonl"
+    with ThreadPoolExecutor(1) as pool:
+        job = pool.submit(run_batch, local_service, source, output, params=PARAMS, max_in_flight=20)
+        wait_for_lines(None, output, NUM_ROWS // 2)
+        os.kill(pid, signal.SIGKILL)
+        assert job.result(100).num_succeeded == NUM_ROWS
+    assert sorted(output.read_text().splitlines()) == expected
+
+
+class Trap(WorkerPlugin):
+    """Kills the decode instance that gets the poisonous prompt."""
+
+    name = "trap"
+
+    def setup(self, worker):
+        from daskserve.workers.instance import Instance
+
+        original = Instance.decode
+
+        def trapped(instance, request, *args):
+            if list(request.prompt_token_ids) == POISON:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return original(instance, request, *args)
+
+        Instance.decode = trapped
+
+
+@pytest.mark.slow
+def test_poisonous_row_is_one_error_line(local_service, tmp_path):
+    local_service.client.register_plugin(Trap())
+    prompts = [f"prompt {i}" for i in range(99)]
+    rows = [*prompts[:50], {"prompt": POISON}, *prompts[50:]]
+    output = tmp_path / "out.jsonl"
+    summary = run_batch(local_service, rows, output, params=PARAMS)
+    assert (summary.num_succeeded, summary.num_failed) == (99, 1)
+    failed = [line for line in map(json.loads, output.read_text().splitlines()) if line["error"]]
+    assert [(f["custom_id"], f["error"]["code"]) for f in failed] == [("row-50", "killed_instance")]
+
+
+@pytest.mark.slow
+def test_job_stops_when_rows_only_kill_and_none_finishes(local_service, tmp_path):
+    local_service.client.register_plugin(Trap())
+    output = tmp_path / "out.jsonl"
+    with (
+        dask.config.set({"daskserve.batch.max-lost-rows": 1}),
+        pytest.raises(BatchError, match="2 rows were given up with their instances"),
+    ):
+        run_batch(local_service, [{"prompt": POISON}] * 5, output, params=PARAMS)
+    assert output.read_bytes() == b""
 
 
 def can_mount():

@@ -86,13 +86,13 @@ class FusedDecoder:
         attention = [layer.self_attn for layer in layers]
         mlp = [layer.mlp for layer in layers]
         dtype = attention[0].q_proj.weight.dtype
-        kind = matmul.FLOAT32 if dtype == torch.float32 else matmul.BFLOAT16
-        if kind == matmul.BFLOAT16 and has_amx():
-            kind = matmul.BFLOAT16_AMX
+        kind = str(dtype).removeprefix("torch.")
+        if kind == "bfloat16" and has_amx():
+            kind = "tiles"
         projections = [(a.q_proj, a.k_proj, a.v_proj) for a in attention]
         address = self._address
         return tables.Decoder(
-            kind=kind,
+            product=matmul.compile_product(kind),
             element=dtype.itemsize,
             num_layers=len(layers),
             hidden=config.hidden_size,
@@ -181,7 +181,7 @@ class FusedDecoder:
             decoder.head_dim * 3 * 64,
             decoder.hidden * 64,
             2 * matmul.ROWS * 64,
-            KEYS_BLOCK * 64 + (group + 16) * decoder.head_dim * 4 + 64,
+            KEYS_BLOCK * (64 + group * 4) + (group + 16) * decoder.head_dim * 4 + 128,
             matmul.ROWS * 64 + (longest + 2 * tables.KEYS_STEP) * 64,
         )
         features = decoder.num_heads * decoder.head_dim

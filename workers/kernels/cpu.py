@@ -12,7 +12,10 @@ import llvmlite.binding
 _ARCH_REQ_XCOMP_PERM, _XFEATURE_XTILEDATA, _SYS_ARCH_PRCTL = 0x1023, 18, 158
 
 IS_X86 = platform.machine().lower() in ("x86_64", "amd64")
-COMPILES_AMX = bool(IS_X86 and llvmlite.binding.get_host_cpu_features().get("amx-bf16", False))
+_FEATURES = llvmlite.binding.get_host_cpu_features() if IS_X86 else {}
+HAS_AVX512 = bool(_FEATURES.get("avx512f"))
+HAS_AVX512_BF16 = bool(_FEATURES.get("avx512bf16"))
+COMPILES_AMX = bool(_FEATURES.get("amx-bf16"))
 
 
 @functools.cache

@@ -26,7 +26,7 @@ def run_step(thread, num_threads, decoder, work, step):
     decoder, work, step
         See ``tables``; the same on every thread.
     """
-    open_tiles(decoder.kind, work.tiles)
+    open_tiles(decoder.product, work.tiles)
     scratch = work.scratch + thread * work.scratch_bytes
     embed(thread, num_threads, decoder, work, step)
     wait_for_all(work.sync, num_threads)
@@ -35,7 +35,7 @@ def run_step(thread, num_threads, decoder, work, step):
     gather_last(thread, num_threads, decoder, work, step, scratch)
     wait_for_all(work.sync, num_threads)
     project_vocabulary(thread, num_threads, decoder, work, step, scratch)
-    close_tiles(decoder.kind)
+    close_tiles(decoder.product)
     wait_for_all(work.sync, num_threads)
 
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 import numpy as np
 
 from daskserve.workers.kernels.jit import kernel
-from daskserve.workers.kernels.matmul import ROWS, STEP_BYTES, product
+from daskserve.workers.kernels.matmul import ROWS, STEP_BYTES, multiply
+from daskserve.workers.kernels.packing import pack_pair, store_transposed
 from daskserve.workers.kernels.tables import (
     LANE_FIELDS,
     LANE_KV,
@@ -22,20 +23,21 @@ from daskserve.workers.kernels.tables import (
 from daskserve.workers.kernels.team import share
 from daskserve.workers.kernels.vector import (
     LANES,
+    LOG2_E,
     broadcast,
-    exp,
+    exp2,
     fma,
     load,
     load_int,
     load_scalar,
     load_scalar_bfloat16,
     load_word,
-    pack_pair,
+    maximum,
+    reciprocal,
     splat,
     square_root,
     store,
     store_scalar,
-    store_transposed,
     store_word,
     store_words,
 )
@@ -50,9 +52,9 @@ def packed_bytes(decoder, num_features):
 
 
 @kernel
-def pack(decoder, target, feature, first, second):
+def pack(element, target, feature, first, second):
     """Store features ``feature`` (even) and the one after it of one packed block."""
-    if decoder.element == 2:
+    if element == 2:
         store_words(target + feature * 32, pack_pair(first, second))
     else:
         store(target + feature * 64, first)
@@ -122,7 +124,7 @@ def normalize(thread, num_threads, decoder, work, step, weight):
         for feature in range(0, decoder.hidden, 2):
             first = load(source + feature * 64) * scale * broadcast(weight + feature * 4)
             second = load(source + feature * 64 + 64) * scale * broadcast(weight + feature * 4 + 4)
-            pack(decoder, target, feature, first, second)
+            pack(decoder.element, target, feature, first, second)
 
 
 @kernel
@@ -148,16 +150,17 @@ def project_heads(thread, num_threads, decoder, work, step, layer, scratch):
                 for pair in range(decoder.head_dim // ROWS):
                     first = weights + pair * LANES * row_bytes
                     ahead = decoder.head_dim * row_bytes if block == 0 and head + 1 < high else 0
-                    product(
-                        decoder.kind,
+                    multiply(
+                        decoder.product,
+                        num_blocks,
                         first,
                         first + decoder.head_dim // 2 * row_bytes,
                         row_bytes,
                         work.packed + block * stride,
                         stride,
-                        num_blocks,
                         row_bytes // STEP_BYTES,
                         scratch + pair * num_blocks * ROWS * 64,
+                        0,
                         ahead,
                     )
                 for b in range(num_blocks):
@@ -194,7 +197,7 @@ def _finish_head(decoder, work, step, layer, head, block, b, num_blocks, scratch
         target = work.query + (block * decoder.num_heads + head) * words * 64
     for feature in range(0, decoder.head_dim, 2):
         first, second = load(features + feature * 64), load(features + feature * 64 + 64)
-        pack(decoder, target, feature, first, second)
+        pack(decoder.element, target, feature, first, second)
     if not is_query:
         kv_head = head - decoder.num_heads
         _write_kv(decoder, step, layer, kv_head, block, features, words)
@@ -246,16 +249,17 @@ def project_residual(
             first = weights + item * ROWS * row_bytes
             for block in range(start, min(start + chunk, step.num_blocks), 2):
                 num_blocks = min(2, step.num_blocks - block)
-                product(
-                    decoder.kind,
+                multiply(
+                    decoder.product,
+                    num_blocks,
                     first,
                     first + LANES * row_bytes,
                     row_bytes,
                     source + block * stride,
                     stride,
-                    num_blocks,
                     row_bytes // STEP_BYTES,
                     scratch,
+                    0,
                     ROWS * row_bytes if block == 0 and item + 1 < high else 0,
                 )
                 for b in range(num_blocks):
@@ -278,16 +282,17 @@ def project_inner(thread, num_threads, decoder, work, step, layer, scratch):
             gate = weights + item * LANES * row_bytes
             for block in range(start, min(start + chunk, step.num_blocks), 2):
                 num_blocks = min(2, step.num_blocks - block)
-                product(
-                    decoder.kind,
+                multiply(
+                    decoder.product,
+                    num_blocks,
                     gate,
                     gate + decoder.inner * row_bytes,
                     row_bytes,
                     work.packed + block * stride,
                     stride,
-                    num_blocks,
                     row_bytes // STEP_BYTES,
                     scratch,
+                    0,
                     LANES * row_bytes if block == 0 and item + 1 < high else 0,
                 )
                 for b in range(num_blocks):
@@ -295,7 +300,7 @@ def project_inner(thread, num_threads, decoder, work, step, layer, scratch):
                     tile = scratch + b * ROWS * 64
                     for row in range(0, LANES, 2):
                         pack(
-                            decoder,
+                            decoder.element,
                             target,
                             item * LANES + row,
                             _gated(tile + row * 64),
@@ -306,8 +311,9 @@ def project_inner(thread, num_threads, decoder, work, step, layer, scratch):
 @kernel
 def _gated(gate_at):
     gate, up = load(gate_at), load(gate_at + LANES * 64)
-    one = splat(np.float32(1.0))
-    return gate * up / (one + exp(splat(np.float32(0.0)) - gate))
+    # Below -80 the gate is closed to the last bit; the bound keeps the power finite.
+    power = exp2(maximum(gate, splat(np.float32(-80.0))) * splat(np.float32(-LOG2_E)))
+    return gate * up * reciprocal(splat(np.float32(1.0)) + power)
 
 
 @kernel
@@ -327,7 +333,7 @@ def gather_last(thread, num_threads, decoder, work, step, scratch):
             weight = decoder.final_norm + feature * 4
             first = load(scratch + feature * 64) * scale * broadcast(weight)
             second = load(scratch + feature * 64 + 64) * scale * broadcast(weight + 4)
-            pack(decoder, target, feature, first, second)
+            pack(decoder.element, target, feature, first, second)
 
 
 @kernel
@@ -343,16 +349,17 @@ def project_vocabulary(thread, num_threads, decoder, work, step, scratch):
         first = decoder.head + token * row_bytes
         for block in range(0, num_blocks_in_all, 2):
             num_blocks = min(2, num_blocks_in_all - block)
-            product(
-                decoder.kind,
+            multiply(
+                decoder.product,
+                num_blocks,
                 first,
                 first + LANES * row_bytes,
                 row_bytes,
                 work.packed + block * stride,
                 stride,
-                num_blocks,
                 row_bytes // STEP_BYTES,
                 scratch,
+                0,
                 ROWS * row_bytes if block == 0 and item + 2 < high else 0,
             )
             for b in range(num_blocks):

@@ -4,18 +4,22 @@
 their plain row-major layout, so they are shared with every other user of them. Inputs are packed:
 float32 ``[k][16]``, or bfloat16 in pairs ``[k / 2][16][2]``. The loop over k takes 64 bytes of each
 row at a time, so rows must be multiples of 64 bytes; that step of an input is 1024 bytes for both.
+
+Each kind is compiled once, and kernels call it through its address: inlined into every caller, the
+unrolled loops would take most of the time that compiling takes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 from llvmlite import ir
 from numba import types
 
 from daskserve.workers.kernels.cpu import COMPILES_AMX
-from daskserve.workers.kernels.jit import kernel
+from daskserve.workers.kernels.jit import kernel, pointer
 from daskserve.workers.kernels.vector import (
     call_llvm,
     define,
@@ -23,14 +27,13 @@ from daskserve.workers.kernels.vector import (
     i32,
     i64,
     load_value,
+    loop,
+    prefetch_line,
     splat_value,
     store_value,
     v16f,
     v16i,
 )
-
-FLOAT32, BFLOAT16, BFLOAT16_AMX = 0, 1, 2
-"""Kinds of product: the type of weights and inputs, and whether the CPU's matrix tiles do it."""
 
 ROWS = 32
 """Weight rows of one call: two groups of 16; the output is ``[blocks][32][16]`` float32."""
@@ -40,29 +43,8 @@ _GROUP_BYTES = 16 * 64  # 16 rows of 16 float32 lanes in the output
 
 _VOID, _I8 = ir.VoidType(), ir.IntType(8)
 _BYTES = _I8.as_pointer()
-
-
-def _loop(builder: ir.IRBuilder, count: ir.Value, carried: list[ir.Value]):
-    """Open a loop over 0..count-1 (at least once): index, carried values, and how to close it."""
-    before = builder.basic_block
-    body, after = builder.append_basic_block("step"), builder.append_basic_block("done")
-    builder.branch(body)
-    builder.position_at_end(body)
-    index = builder.phi(i64)
-    index.add_incoming(i64(0), before)
-    phis = [builder.phi(value.type) for value in carried]
-    for phi, value in zip(phis, carried, strict=True):
-        phi.add_incoming(value, before)
-
-    def close(values: list[ir.Value]) -> None:
-        following = builder.add(index, i64(1))
-        index.add_incoming(following, builder.basic_block)
-        for phi, value in zip(phis, values, strict=True):
-            phi.add_incoming(value, builder.basic_block)
-        builder.cbranch(builder.icmp_signed("<", following, count), body, after)
-        builder.position_at_end(after)
-
-    return index, list(phis), close
+_ARGUMENTS = (types.int64,) * 9
+_SIGNATURE = types.void(*_ARGUMENTS)
 
 
 def _offset(builder: ir.IRBuilder, address: ir.Value, stride: ir.Value, times: int) -> ir.Value:
@@ -70,19 +52,14 @@ def _offset(builder: ir.IRBuilder, address: ir.Value, stride: ir.Value, times: i
 
 
 def _prefetch_rows(builder: ir.IRBuilder, address: ir.Value, row_bytes: ir.Value) -> None:
-    """Fetch one step of 16 rows that a later call will need into the second-level cache."""
+    """Fetch one step of 16 rows that a later call will need."""
     for row in range(16):
-        line = builder.inttoptr(_offset(builder, address, row_bytes, row), _BYTES)
-        call_llvm(builder, "llvm.prefetch.p0", _VOID, [line, i32(0), i32(2), i32(1)])
+        prefetch_line(builder, _offset(builder, address, row_bytes, row))
 
 
-def _product(emit: Callable, num_blocks: int, prefetch: bool):
-    arguments = (types.int64,) * 8
-
-    @define(types.void, *arguments)
-    def product(builder, first, second, row_bytes, source, stride, steps, out, ahead):
-        """first, second: the two groups of weight rows; ahead: bytes to the next call's rows."""
-
+def _product(emit: Callable, num_blocks: int, prefetch: bool) -> Callable:
+    @define(types.void, *_ARGUMENTS)
+    def product(builder, first, second, row_bytes, source, stride, steps, out, carry, ahead):
         def fetch(column: ir.Value) -> None:
             if prefetch:
                 for group in (first, second):
@@ -90,12 +67,12 @@ def _product(emit: Callable, num_blocks: int, prefetch: bool):
                     _prefetch_rows(builder, at, row_bytes)
 
         sources = [_offset(builder, source, stride, block) for block in range(num_blocks)]
-        emit(builder, (first, second), row_bytes, sources, steps, out, fetch)
+        emit(builder, (first, second), row_bytes, sources, steps, out, carry, fetch)
 
     return product
 
 
-def _emit_tiles(builder, groups, row_bytes, sources, steps, out, fetch) -> None:
+def _emit_tiles(builder, groups, row_bytes, sources, steps, out, carry, fetch) -> None:
     """Matrix tiles: accumulators 0..3, inputs 4..5, weights 6..7."""
 
     def tile(name: str, *values: ir.Value | int) -> None:
@@ -105,9 +82,21 @@ def _emit_tiles(builder, groups, row_bytes, sources, steps, out, fetch) -> None:
     def accumulator(group: int, block: int) -> int:
         return group * len(sources) + block
 
-    for number in range(2 * len(sources)):
-        tile("tilezero", number)
-    index, _, close = _loop(builder, steps, [])
+    def each_output(name: str) -> None:
+        for block in range(len(sources)):
+            for group in range(2):
+                at = builder.add(out, i64((2 * block + group) * _GROUP_BYTES))
+                tile(name, accumulator(group, block), builder.inttoptr(at, _BYTES), i64(64))
+
+    if not COMPILES_AMX:
+        return
+    with builder.if_else(builder.icmp_signed("!=", carry, i64(0))) as (carried, fresh):
+        with carried:
+            each_output("tileloadd64")
+        with fresh:
+            for number in range(2 * len(sources)):
+                tile("tilezero", number)
+    index, _, close = loop(builder, steps, [])
     column = builder.mul(index, i64(STEP_BYTES))
     for block, source in enumerate(sources):
         at = _offset(builder, source, index, STEP_INPUT_BYTES)
@@ -119,35 +108,42 @@ def _emit_tiles(builder, groups, row_bytes, sources, steps, out, fetch) -> None:
             tile("tdpbf16ps", accumulator(group, block), 6 + group, 4 + block)
     fetch(column)
     close([])
-    for block in range(len(sources)):
-        for group in range(2):
-            at = builder.add(out, i64((2 * block + group) * _GROUP_BYTES))
-            tile("tilestored64", accumulator(group, block), builder.inttoptr(at, _BYTES), i64(64))
+    each_output("tilestored64")
 
 
 def _emit_vectors(multiply: Callable) -> Callable:
     """Fused multiply-adds with 16 accumulators in registers, 8 or 16 rows at a time."""
 
-    def emit(builder, groups, row_bytes, sources, steps, out, fetch) -> None:
+    def emit(builder, groups, row_bytes, sources, steps, out, carry, fetch) -> None:
         num_rows = 16 // len(sources)
-        for start in range(0, ROWS, num_rows):
-            rows = _offset(builder, groups[start // 16], row_bytes, start % 16)
-            zeros = [ir.Constant(v16f, None)] * 16
-            index, sums, close = _loop(builder, steps, zeros)
-            column = builder.mul(index, i64(STEP_BYTES))
-            inputs = [_offset(builder, source, index, STEP_INPUT_BYTES) for source in sources]
-            rows_here = [
-                builder.add(_offset(builder, rows, row_bytes, row), column)
-                for row in range(num_rows)
-            ]
-            multiply(builder, rows_here, inputs, sums)
-            if start == 0:
-                fetch(column)
-            close(sums)
-            for block in range(len(sources)):
-                for row in range(num_rows):
-                    at = builder.add(out, i64(2 * block * _GROUP_BYTES + (start + row) * 64))
-                    store_value(builder, at, sums[row * len(sources) + block])
+        part, _, close_part = loop(builder, i64(ROWS // num_rows), [])
+        start = builder.mul(part, i64(num_rows))
+        in_second = builder.icmp_signed(">=", start, i64(16))
+        group = builder.select(in_second, groups[1], groups[0])
+        rows = builder.add(group, builder.mul(row_bytes, builder.and_(start, i64(15))))
+        target = builder.add(out, builder.mul(start, i64(64)))
+        targets = [
+            builder.add(target, i64(block * 2 * _GROUP_BYTES + row * 64))
+            for row in range(num_rows)
+            for block in range(len(sources))
+        ]
+        keep = builder.icmp_signed("!=", carry, i64(0))
+        zero = ir.Constant(v16f, None)
+        before = [
+            builder.select(keep, load_value(builder, target, v16f), zero) for target in targets
+        ]
+        index, sums, close = loop(builder, steps, before)
+        column = builder.mul(index, i64(STEP_BYTES))
+        inputs = [_offset(builder, source, index, STEP_INPUT_BYTES) for source in sources]
+        rows_here = [
+            builder.add(_offset(builder, rows, row_bytes, row), column) for row in range(num_rows)
+        ]
+        multiply(builder, rows_here, inputs, sums)
+        fetch(column)
+        close(sums)
+        for target, value in zip(targets, sums, strict=True):
+            store_value(builder, target, value)
+        close_part([])
 
     return emit
 
@@ -199,57 +195,101 @@ def _multiply_bfloat16(builder, rows, inputs, sums) -> None:
                     sums[slot] = _fma(builder, high, odd, sums[slot])
 
 
-def _emit_nothing(builder, groups, row_bytes, sources, steps, out, fetch) -> None:
-    """Where the compiler's target has no matrix tiles: never called."""
-
-
-_tiles = _emit_tiles if COMPILES_AMX else _emit_nothing
+_tiles_1, _tiles_2 = _product(_emit_tiles, 1, False), _product(_emit_tiles, 2, False)
+_tiles_1_ahead, _tiles_2_ahead = _product(_emit_tiles, 1, True), _product(_emit_tiles, 2, True)
 _float32, _bfloat16 = _emit_vectors(_multiply_float32), _emit_vectors(_multiply_bfloat16)
-
-_tiles_1, _tiles_2 = _product(_tiles, 1, False), _product(_tiles, 2, False)
-_tiles_1_ahead, _tiles_2_ahead = _product(_tiles, 1, True), _product(_tiles, 2, True)
 _float32_1, _float32_2 = _product(_float32, 1, True), _product(_float32, 2, True)
 _bfloat16_1, _bfloat16_2 = _product(_bfloat16, 1, True), _product(_bfloat16, 2, True)
 
 
+@pointer(_SIGNATURE)
+def _tiles_one(first, second, row_bytes, source, stride, steps, out, carry, ahead):
+    if ahead == 0:
+        _tiles_1(first, second, row_bytes, source, stride, steps, out, carry, ahead)
+    else:
+        _tiles_1_ahead(first, second, row_bytes, source, stride, steps, out, carry, ahead)
+
+
+@pointer(_SIGNATURE)
+def _tiles_two(first, second, row_bytes, source, stride, steps, out, carry, ahead):
+    if ahead == 0:
+        _tiles_2(first, second, row_bytes, source, stride, steps, out, carry, ahead)
+    else:
+        _tiles_2_ahead(first, second, row_bytes, source, stride, steps, out, carry, ahead)
+
+
+@pointer(_SIGNATURE)
+def _float32_one(first, second, row_bytes, source, stride, steps, out, carry, ahead):
+    _float32_1(first, second, row_bytes, source, stride, steps, out, carry, ahead)
+
+
+@pointer(_SIGNATURE)
+def _float32_two(first, second, row_bytes, source, stride, steps, out, carry, ahead):
+    _float32_2(first, second, row_bytes, source, stride, steps, out, carry, ahead)
+
+
+@pointer(_SIGNATURE)
+def _bfloat16_one(first, second, row_bytes, source, stride, steps, out, carry, ahead):
+    _bfloat16_1(first, second, row_bytes, source, stride, steps, out, carry, ahead)
+
+
+@pointer(_SIGNATURE)
+def _bfloat16_two(first, second, row_bytes, source, stride, steps, out, carry, ahead):
+    _bfloat16_2(first, second, row_bytes, source, stride, steps, out, carry, ahead)
+
+
+class Product(NamedTuple):
+    """Addresses of one kind of product, and whether a thread must open its matrix tiles for it."""
+
+    one: int
+    """For one block of tokens."""
+    two: int
+    uses_tiles: bool
+
+
+def compile_product(kind: str) -> Product:
+    """The product for ``float32``, ``bfloat16``, or ``tiles`` (bfloat16 through matrix tiles)."""
+    one, two = {
+        "float32": (_float32_one, _float32_two),
+        "bfloat16": (_bfloat16_one, _bfloat16_two),
+        "tiles": (_tiles_one, _tiles_two),
+    }[kind]
+    return Product(one(), two(), kind == "tiles")
+
+
+@define(types.void, types.int64, *_ARGUMENTS)
+def _call(builder, address, *arguments):
+    kind = ir.FunctionType(_VOID, [i64] * len(arguments)).as_pointer()
+    builder.call(builder.inttoptr(address, kind), arguments)
+
+
 @kernel
-def product(kind, first, second, row_bytes, source, stride, num_blocks, steps, out, ahead):
+def multiply(
+    product, num_blocks, first, second, row_bytes, source, stride, steps, out, carry=0, ahead=0
+):
     """Multiply 32 weight rows with one or two blocks of 16 tokens.
 
     Parameters
     ----------
-    kind
-        FLOAT32, BFLOAT16 or BFLOAT16_AMX; the last one needs ``tile_config`` on this thread.
+    product
+        What ``compile_product`` made.
+    num_blocks
+        1 or 2.
     first, second, row_bytes
         Addresses of the two groups of 16 weight rows, and the bytes from row to row.
-    source, stride, num_blocks
-        Address of the packed input, bytes from block to block, 1 or 2 blocks.
+    source, stride
+        Address of the packed input, bytes from block to block.
     steps
         Row length in steps of 64 bytes, at least 1.
     out
         Address of the output ``[num_blocks][32][16]`` float32.
+    carry
+        1 adds to what the output holds.
     ahead
         Bytes from these rows to rows that are needed soon, to fetch them; 0 fetches nothing.
     """
-    if kind == BFLOAT16_AMX:
-        if ahead == 0:
-            if num_blocks == 2:
-                _tiles_2(first, second, row_bytes, source, stride, steps, out, ahead)
-            else:
-                _tiles_1(first, second, row_bytes, source, stride, steps, out, ahead)
-        elif num_blocks == 2:
-            _tiles_2_ahead(first, second, row_bytes, source, stride, steps, out, ahead)
-        else:
-            _tiles_1_ahead(first, second, row_bytes, source, stride, steps, out, ahead)
-    elif kind == BFLOAT16:
-        if num_blocks == 2:
-            _bfloat16_2(first, second, row_bytes, source, stride, steps, out, ahead)
-        else:
-            _bfloat16_1(first, second, row_bytes, source, stride, steps, out, ahead)
-    elif num_blocks == 2:
-        _float32_2(first, second, row_bytes, source, stride, steps, out, ahead)
-    else:
-        _float32_1(first, second, row_bytes, source, stride, steps, out, ahead)
+    address = product.two if num_blocks == 2 else product.one
+    _call(address, first, second, row_bytes, source, stride, steps, out, carry, ahead)
 
 
 @define(types.void, types.int64)
@@ -266,16 +306,16 @@ def _release(builder):
 
 
 @kernel
-def open_tiles(kind, config):
+def open_tiles(product, config):
     """Set this thread's matrix tiles up with the 64 bytes at address ``config``."""
-    if kind == BFLOAT16_AMX:
+    if product.uses_tiles:
         _configure(config)
 
 
 @kernel
-def close_tiles(kind):
+def close_tiles(product):
     """Hand this thread's matrix tiles back."""
-    if kind == BFLOAT16_AMX:
+    if product.uses_tiles:
         _release()
 
 

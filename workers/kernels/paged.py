@@ -7,11 +7,14 @@ fill the lanes, one head of the group after the other.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 from daskserve.workers.kernels.jit import kernel
 from daskserve.workers.kernels.layers import pack, packed_bytes
-from daskserve.workers.kernels.matmul import ROWS, STEP_BYTES, product
+from daskserve.workers.kernels.matmul import ROWS, STEP_BYTES, multiply
+from daskserve.workers.kernels.packing import pack_scalars, transpose_four
 from daskserve.workers.kernels.tables import (
     ITEM_FIELDS,
     ITEM_HEAD,
@@ -26,31 +29,44 @@ from daskserve.workers.kernels.tables import (
     ROW_VALUES,
 )
 from daskserve.workers.kernels.team import COUNTER, atomic_add, share
+from daskserve.workers.kernels.values import CHUNK, add_values
 from daskserve.workers.kernels.vector import (
     LANES,
-    broadcast,
-    exp,
-    fma,
+    LOG2_E,
+    exp2,
+    highest_lane,
     keep_between,
     load,
-    load_bfloat16,
     load_half,
     load_int,
     load_scalar,
     load_word,
     maximum,
-    pack_scalars,
-    prefetch,
+    reciprocal,
     splat,
     store,
     store_half,
     store_scalar,
     store_word,
+    sum_lanes,
 )
 
-KEYS_BLOCK = 64
+KEYS_BLOCK = 128
 """Keys that a decode item takes at a time."""
 _EVER = 1 << 62
+
+
+class Pages(NamedTuple):
+    """Where one row's keys of one layer and KV head lie."""
+
+    base: int
+    """Address that they would have in page 0."""
+    table: int
+    page_bytes: int
+    block_size: int
+    token_bytes: int
+    values_offset: int
+    """Bytes from a token's K to its V."""
 
 
 @kernel
@@ -60,34 +76,43 @@ def row_field(step, row, field):
 
 
 @kernel
-def _tile_address(decoder, step, table, layer, head, key):
-    """Address of the K of ``key``, a multiple of 16: 16 keys lie one after the other there."""
-    page = np.int64(load_word(table + key // step.block_size * 4))
+def _pages_of(decoder, step, row, layer, head):
     token_bytes = decoder.head_dim * decoder.element
     head_bytes = step.block_size * token_bytes
-    within = key % step.block_size * token_bytes
     slot = layer * 2 * decoder.num_kv_heads + head
-    return step.pages + page * step.page_bytes + slot * head_bytes + within
+    return Pages(
+        step.pages + slot * head_bytes,
+        row_field(step, row, ROW_TABLE),
+        step.page_bytes,
+        step.block_size,
+        token_bytes,
+        decoder.num_kv_heads * head_bytes,
+    )
 
 
 @kernel
-def _values_offset(decoder, step):
-    """Bytes from a token's K to its V."""
-    return decoder.num_kv_heads * step.block_size * decoder.head_dim * decoder.element
+def _tile_address(pages, key):
+    """Address of the K of ``key``, a multiple of 16: 16 keys lie one after the other there."""
+    page = np.int64(load_word(pages.table + key // pages.block_size * 4))
+    within = key % pages.block_size * pages.token_bytes
+    return pages.base + page * pages.page_bytes + within
 
 
 @kernel
-def _scores(decoder, step, table, layer, head, start, end, query, target):
-    """Products of 16 lanes of queries with the keys start..end-1, ``start`` a multiple of 16."""
-    token_bytes = decoder.head_dim * decoder.element
+def _scores(product, pages, start, end, query, target, context):
+    """Products of 16 lanes of queries with the keys start..end-1, ``start`` a multiple of 16.
+
+    Keys one block later are fetched meanwhile, up to ``context``.
+    """
+    steps = pages.token_bytes // STEP_BYTES
     for key in range(start, end, ROWS):
-        first = _tile_address(decoder, step, table, layer, head, key)
-        second = first
-        if key + LANES < end:
-            second = _tile_address(decoder, step, table, layer, head, key + LANES)
-        steps = token_bytes // STEP_BYTES
+        first = _tile_address(pages, key)
+        second = _tile_address(pages, key + LANES) if key + LANES < end else first
+        ahead = 0
+        if key + KEYS_BLOCK < context:
+            ahead = _tile_address(pages, key + KEYS_BLOCK) - first
         at = target + (key - start) * 64
-        product(decoder.kind, first, second, token_bytes, query, 0, 1, steps, at, 0)
+        multiply(product, 1, first, second, pages.token_bytes, query, 0, steps, at, 0, ahead)
 
 
 @kernel
@@ -97,15 +122,15 @@ def attend(thread, decoder, work, step, layer, scratch):
     The shared counter must be 0 before; the caller resets it after the next barrier.
     """
     window = load_int(decoder.windows + layer * 8)
-    while True:
-        item = atomic_add(work.sync + 8 * COUNTER, 1)
-        if item >= step.num_items:
-            return
+    counter = work.sync + 8 * COUNTER
+    item = atomic_add(counter, 1)
+    while item < step.num_items:
         at = step.items + item * ITEM_FIELDS * 8
         if load_int(at + ITEM_QUERIES * 8) == 0:
             _attend_decode(decoder, work, step, layer, at, window, scratch)
         else:
             _attend_prompt(decoder, work, step, layer, at, window, scratch)
+        item = atomic_add(counter, 1)
 
 
 @kernel
@@ -117,129 +142,129 @@ def _first_key(position, window, multiple):
 
 
 @kernel
-def _attend_decode(decoder, work, step, layer, item, window, scratch):
+def _item_pages(decoder, step, layer, item):
     row, head = load_int(item + ITEM_ROW * 8), load_int(item + ITEM_HEAD * 8)
-    lane, position = load_int(item + ITEM_LANE * 8), load_int(item + ITEM_POSITION * 8)
-    table = row_field(step, row, ROW_TABLE)
-    words = decoder.head_dim * decoder.element // 4
+    return _pages_of(decoder, step, row, layer, head)
+
+
+@kernel
+def _attend_decode(decoder, work, step, layer, item, window, scratch):
+    head, lane = load_int(item + ITEM_HEAD * 8), load_int(item + ITEM_LANE * 8)
+    position = load_int(item + ITEM_POSITION * 8)
+    pages = _item_pages(decoder, step, layer, item)
     group = decoder.num_heads // decoder.num_kv_heads
+    padded_group = (group + 3) // 4 * 4
+    head_bytes = decoder.head_dim * 4
     scores = scratch
-    sums = scores + KEYS_BLOCK * 64
-    factors = sums + (group + 3) // 4 * 4 * decoder.head_dim * 4
-    query = factors + 64
-    for member in range(group):
-        slot = (lane // LANES * decoder.num_heads + head * group + member) * words
-        for word in range(words):
-            value = load_word(work.query + (slot + word) * 64 + lane % LANES * 4)
-            store_word(query + word * 64 + member * 4, value)
-    for at in range(sums, factors, 64):
+    weights = scores + KEYS_BLOCK * 64
+    sums = weights + padded_group * KEYS_BLOCK * 4
+    highest = sums + padded_group * head_bytes
+    totals = highest + 64
+    query = totals + 64
+    _gather_query(decoder, work, head, lane, query)
+    for at in range(sums, highest, 64):
         store(at, splat(np.float32(0.0)))
-    highest, total = splat(np.float32(-np.inf)), splat(np.float32(0.0))
-    scale = splat(np.float32(decoder.attention_scale))
+    store(highest, splat(np.float32(-np.inf)))
+    store(totals, splat(np.float32(0.0)))
+    scale = np.float32(decoder.attention_scale * LOG2_E)
     start = _first_key(position, window, LANES)
     hidden = max(0, position - window + 1) - start if window != 0 else 0
     while start <= position:
         end = min(start + KEYS_BLOCK, position + 1)
-        _fetch_tiles(decoder, step, table, layer, head, end, min(end + KEYS_BLOCK, position + 1))
-        _scores(decoder, step, table, layer, head, start, end, query, scores)
-        block_highest = highest
-        for key in range(hidden, end - start):
-            block_highest = maximum(block_highest, load(scores + key * 64) * scale)
-        factor = exp(highest - block_highest)
-        total, highest = total * factor, block_highest
-        for key in range(hidden, end - start):
-            weight = exp(load(scores + key * 64) * scale - highest)
-            store(scores + key * 64, weight)
-            total = total + weight
-        store(factors, factor)
+        _scores(decoder.product, pages, start, end, query, scores, position + 1)
+        for member in range(0, group, 4):
+            for key in range(0, end - start, LANES):
+                row = weights + member * KEYS_BLOCK * 4 + key * 4
+                transpose_four(scores + key * 64 + member * 4, row, KEYS_BLOCK * 4)
         for member in range(group):
-            _rescale(sums + member * decoder.head_dim * 4, factors + member * 4, decoder.head_dim)
+            at, sums_at = weights + member * KEYS_BLOCK * 4, sums + member * head_bytes
+            state = (highest + member * 4, totals + member * 4)
+            _soften(at, hidden, end - start, scale, state, sums_at, sums_at + head_bytes)
         for key in range(start, end, LANES):
-            place = _tile_address(decoder, step, table, layer, head, key)
-            place += _values_offset(decoder, step)
-            skip = max(0, hidden - (key - start))
-            num_keys = min(LANES, end - key)
-            at = scores + (key - start) * 64
-            _add_values(decoder, place, at, skip, num_keys, sums, group)
+            place = _tile_address(pages, key)
+            ahead = place
+            if key + KEYS_BLOCK <= position:
+                ahead = _tile_address(pages, key + KEYS_BLOCK)
+            for member in range(0, group, 4):
+                for feature in range(0, decoder.head_dim, CHUNK):
+                    offset = feature * decoder.element
+                    add_values(
+                        decoder.element,
+                        min(4, group - member),
+                        place + pages.values_offset + offset,
+                        pages.token_bytes,
+                        weights + member * KEYS_BLOCK * 4 + (key - start) * 4,
+                        KEYS_BLOCK * 4,
+                        min(LANES, end - key),
+                        sums + member * head_bytes + feature * 4,
+                        head_bytes,
+                        ahead + pages.values_offset + offset,
+                    )
         start, hidden = end, 0
-    store(factors, splat(np.float32(1.0)) / total)
-    _store_attended(decoder, work, lane, head, group, sums, factors)
+    _store_attended(decoder, work, lane, head, group, sums, totals)
 
 
 @kernel
-def _fetch_tiles(decoder, step, table, layer, head, start, end):
-    """Fetch the K and V that the next block of keys needs."""
-    lines = LANES * decoder.head_dim * decoder.element // 64
-    for key in range(start, end, LANES):
-        place = _tile_address(decoder, step, table, layer, head, key)
-        prefetch(place, lines)
-        prefetch(place + _values_offset(decoder, step), lines)
+def _gather_query(decoder, work, head, lane, target):
+    """One row's queries of a group, side by side in the lanes of a packed input."""
+    words = decoder.head_dim * decoder.element // 4
+    group = decoder.num_heads // decoder.num_kv_heads
+    for member in range(group):
+        slot = (lane // LANES * decoder.num_heads + head * group + member) * words
+        source = work.query + slot * 64 + lane % LANES * 4
+        for word in range(words):
+            store_word(target + word * 64 + member * 4, load_word(source + word * 64))
 
 
 @kernel
-def _rescale(sums, factor, num_features):
-    by = broadcast(factor)
-    for at in range(sums, sums + num_features * 4, 64):
-        store(at, load(at) * by)
+def _soften(weights, hidden, num_keys, scale, state, sums, sums_end):
+    """Scores of one head to softmax weights, in place; its sums and total are rescaled to them.
 
-
-@kernel
-def _add_values(decoder, values, weights, start, end, sums, group):
-    """Add the weighted values of some keys, four heads of the group at a time.
-
-    Lanes past the group hold finite weights and their sums are never read.
+    ``scale`` holds the logarithm's base; ``state`` addresses of the running maximum and total.
     """
-    token_bytes = decoder.head_dim * decoder.element
-    row = decoder.head_dim * 4
-    for member in range(0, group, 4):
-        for feature in range(0, decoder.head_dim, 32):
-            at = sums + member * row + feature * 4
-            a0, a1 = load(at), load(at + 64)
-            b0, b1 = load(at + row), load(at + row + 64)
-            c0, c1 = load(at + 2 * row), load(at + 2 * row + 64)
-            d0, d1 = load(at + 3 * row), load(at + 3 * row + 64)
-            for key in range(start, end):
-                place = values + key * token_bytes + feature * decoder.element
-                if decoder.element == 2:
-                    first, second = load_bfloat16(place), load_bfloat16(place + 32)
-                else:
-                    first, second = load(place), load(place + 64)
-                weight = weights + key * 64 + member * 4
-                w = broadcast(weight)
-                a0, a1 = fma(w, first, a0), fma(w, second, a1)
-                w = broadcast(weight + 4)
-                b0, b1 = fma(w, first, b0), fma(w, second, b1)
-                w = broadcast(weight + 8)
-                c0, c1 = fma(w, first, c0), fma(w, second, c1)
-                w = broadcast(weight + 12)
-                d0, d1 = fma(w, first, d0), fma(w, second, d1)
-            store(at, a0)
-            store(at + 64, a1)
-            store(at + row, b0)
-            store(at + row + 64, b1)
-            store(at + 2 * row, c0)
-            store(at + 2 * row + 64, c1)
-            store(at + 3 * row, d0)
-            store(at + 3 * row + 64, d1)
+    highest_at, total_at = state
+    end = weights + (num_keys + LANES - 1) // LANES * 64
+    if hidden != 0 or num_keys % LANES != 0:
+        for at in range(weights, end, 64):
+            store(at, keep_between((at - weights) // 4, hidden, num_keys, load(at)))
+    top = splat(np.float32(-np.inf))
+    for at in range(weights, end, 64):
+        top = maximum(top, load(at))
+    before = load_scalar(highest_at)
+    highest = max(before, highest_lane(top))
+    by, shift = splat(scale), splat(-highest * scale)
+    total = splat(np.float32(0.0))
+    for at in range(weights, end, 64):
+        weight = exp2(load(at) * by + shift)
+        store(at, weight)
+        total = total + weight
+    factor = exp2(splat((before - highest) * scale))
+    store_scalar(highest_at, highest)
+    store_scalar(
+        total_at, load_scalar(total_at) * sum_lanes(factor) / np.float32(LANES) + sum_lanes(total)
+    )
+    if highest > before:
+        for at in range(sums, sums_end, 64):
+            store(at, load(at) * factor)
 
 
 @kernel
-def _store_attended(decoder, work, lane, head, group, sums, factors):
+def _store_attended(decoder, work, lane, head, group, sums, totals):
     """One decode row's heads of a group into its lane of the packed attention output."""
     features = decoder.num_heads * decoder.head_dim
     block = work.attended + lane // LANES * packed_bytes(decoder, features) + lane % LANES * 4
-    per_word = 4 // decoder.element
     for member in range(group):
         source = sums + member * decoder.head_dim * 4
-        factor = load_scalar(factors + member * 4)
-        start = (head * group + member) * decoder.head_dim
-        for feature in range(0, decoder.head_dim, per_word):
-            at = block + (start + feature) // per_word * 64
-            value = load_scalar(source + feature * 4) * factor
+        factor = np.float32(1.0) / load_scalar(totals + member * 4)
+        words = decoder.head_dim * decoder.element // 4
+        target = block + (head * group + member) * words * 64
+        for word in range(words):
             if decoder.element == 4:
-                store_scalar(at, value)
+                store_scalar(target + word * 64, load_scalar(source + word * 4) * factor)
             else:
-                store_word(at, pack_scalars(value, load_scalar(source + feature * 4 + 4) * factor))
+                even = source + (word // LANES * CHUNK + word % LANES) * 4
+                low, high = load_scalar(even) * factor, load_scalar(even + LANES * 4) * factor
+                store_word(target + word * 64, pack_scalars(low, high))
 
 
 @kernel
@@ -249,7 +274,7 @@ def _attend_prompt(decoder, work, step, layer, item, window, scratch):
     end = position + load_int(item + ITEM_QUERIES * 8)
     start = _first_key(position, window, KEYS_STEP)
     padded = (end - start + KEYS_STEP - 1) // KEYS_STEP * KEYS_STEP
-    table = row_field(step, row, ROW_TABLE)
+    pages = _item_pages(decoder, step, layer, item)
     group = decoder.num_heads // decoder.num_kv_heads
     block = lane // LANES
     words = decoder.head_dim * decoder.element // 4
@@ -258,7 +283,7 @@ def _attend_prompt(decoder, work, step, layer, item, window, scratch):
     tile, scores = scratch, scratch + ROWS * 64
     for member in range(head * group, (head + 1) * group):
         query = work.query + (block * decoder.num_heads + member) * words * 64
-        _scores(decoder, step, table, layer, head, start, end, query, scores)
+        _scores(decoder.product, pages, start, end, query, scores, 0)
         inverse = _prompt_weights(decoder, scores, start, end, padded, position, window)
         columns, row_bytes = _values_of(decoder, work, step, row, head)
         columns += start * decoder.element
@@ -266,33 +291,34 @@ def _attend_prompt(decoder, work, step, layer, item, window, scratch):
             first = columns + feature * row_bytes
             second = first + LANES * row_bytes
             steps = padded * decoder.element // STEP_BYTES
-            product(decoder.kind, first, second, row_bytes, scores, 0, 1, steps, tile, 0)
+            multiply(decoder.product, 1, first, second, row_bytes, scores, 0, steps, tile)
             for at in range(0, ROWS, 2):
                 a, b = load(tile + at * 64) * inverse, load(tile + at * 64 + 64) * inverse
-                pack(decoder, attended, member * decoder.head_dim + feature + at, a, b)
+                pack(decoder.element, attended, member * decoder.head_dim + feature + at, a, b)
 
 
 @kernel
 def _prompt_weights(decoder, scores, start, end, padded, position, window):
     """Scores to packed softmax weights in place, not yet divided by the sum: its inverse."""
-    scale = splat(np.float32(decoder.attention_scale))
+    scale = np.float32(decoder.attention_scale * LOG2_E)
     span = window if window != 0 else _EVER
-    highest = splat(np.float32(-np.inf))
-    for key in range(start, end):
+    for key in range(start if window != 0 else max(start, position), end):
         at = scores + (key - start) * 64
-        score = load(at) * scale
-        if key > position or window != 0:
-            score = keep_between(position, key, key + span, score)
-        store(at, score)
-        highest = maximum(highest, score)
-    zero = splat(np.float32(0.0))
-    total = zero
+        store(at, keep_between(position, key, key + span, load(at)))
+    highest = splat(np.float32(-np.inf))
+    for at in range(scores, scores + (end - start) * 64, 64):
+        highest = maximum(highest, load(at))
+    for at in range(scores + (end - start) * 64, scores + padded * 64, 64):
+        store(at, splat(np.float32(-np.inf)))
+    by = splat(scale)
+    shift = splat(np.float32(0.0)) - highest * by
+    total = splat(np.float32(0.0))
     for key in range(0, padded, 2):
-        first = exp(load(scores + key * 64) - highest) if start + key < end else zero
-        second = exp(load(scores + key * 64 + 64) - highest) if start + key + 1 < end else zero
+        first = exp2(load(scores + key * 64) * by + shift)
+        second = exp2(load(scores + key * 64 + 64) * by + shift)
         total = total + first + second
-        pack(decoder, scores, key, first, second)
-    return splat(np.float32(1.0)) / total
+        pack(decoder.element, scores, key, first, second)
+    return reciprocal(total)
 
 
 @kernel
@@ -321,13 +347,11 @@ def spread_values(thread, num_threads, decoder, work, step, layer):
 @kernel
 def _turn_tile(decoder, step, layer, row, head, key, target, row_bytes):
     """Values of 16 keys; those past the context become 0."""
-    context = row_field(step, row, ROW_CONTEXT)
-    table = row_field(step, row, ROW_TABLE)
-    num_keys = min(LANES, max(0, context - key))
+    pages = _pages_of(decoder, step, row, layer, head)
+    num_keys = min(LANES, max(0, row_field(step, row, ROW_CONTEXT) - key))
     source = np.int64(0)
     if num_keys > 0:
-        source = _tile_address(decoder, step, table, layer, head, key)
-        source += _values_offset(decoder, step)
+        source = _tile_address(pages, key) + pages.values_offset
     for feature in range(decoder.head_dim):
         at = target + feature * row_bytes + key * decoder.element
         for number in range(LANES):

@@ -11,14 +11,14 @@ from typing import NamedTuple
 import numpy as np
 
 from daskserve.workers.kernels.jit import kernel
+from daskserve.workers.kernels.matmul import Product
 from daskserve.workers.kernels.vector import LANES
 
 
 class Decoder(NamedTuple):
     """A model of the Llama family. Addresses of absent parts are 0."""
 
-    kind: int
-    """Product kind of ``matmul``."""
+    product: Product
     element: int
     """Bytes of one weight, input or KV value: 2 or 4."""
     num_layers: int

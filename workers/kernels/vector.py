@@ -12,8 +12,9 @@ from collections.abc import Callable
 
 from llvmlite import ir
 from numba import types
-from numba.core import cgutils
 from numba.extending import intrinsic, models, overload, register_model
+
+from daskserve.workers.kernels.cpu import HAS_AVX512
 
 LANES = 16
 
@@ -78,6 +79,36 @@ def call_llvm(
     return builder.call(function, arguments)
 
 
+def loop(builder: ir.IRBuilder, count: ir.Value, carried: list[ir.Value]):
+    """Open a loop over 0..count-1 (at least once): index, carried values, and how to close it."""
+    before = builder.basic_block
+    body, after = builder.append_basic_block("step"), builder.append_basic_block("done")
+    builder.branch(body)
+    builder.position_at_end(body)
+    index = builder.phi(i64)
+    index.add_incoming(i64(0), before)
+    phis = [builder.phi(value.type) for value in carried]
+    for phi, value in zip(phis, carried, strict=True):
+        phi.add_incoming(value, before)
+
+    def close(values: list[ir.Value]) -> None:
+        following = builder.add(index, i64(1))
+        index.add_incoming(following, builder.basic_block)
+        for phi, value in zip(phis, values, strict=True):
+            phi.add_incoming(value, builder.basic_block)
+        builder.cbranch(builder.icmp_signed("<", following, count), body, after)
+        builder.position_at_end(after)
+
+    return index, list(phis), close
+
+
+def prefetch_line(builder: ir.IRBuilder, address: ir.Value) -> None:
+    """IR that fetches a cache line that is needed soon into the second-level cache."""
+    pointer = builder.inttoptr(address, ir.IntType(8).as_pointer())
+    arguments = [pointer, i32(0), i32(2), i32(1)]
+    call_llvm(builder, "llvm.prefetch.p0", ir.VoidType(), arguments)
+
+
 def define(result: types.Type, *arguments: types.Type) -> Callable:
     """Make a function for kernels from ``emit(builder, *values) -> value``."""
     names = ["typingctx", *(f"a{i}" for i in range(len(arguments)))]
@@ -104,12 +135,6 @@ def load(builder, address):
     return load_value(builder, address, v16f)
 
 
-@define(ints, types.int64)
-def load_words(builder, address):
-    """16 int32 from an address."""
-    return load_value(builder, address, v16i)
-
-
 @define(types.void, types.int64, floats)
 def store(builder, address, value):
     """16 float32 to an address."""
@@ -120,13 +145,6 @@ def store(builder, address, value):
 def store_words(builder, address, value):
     """16 int32 to an address."""
     store_value(builder, address, value)
-
-
-@define(floats, types.int64)
-def load_bfloat16(builder, address):
-    """16 bfloat16 from an address, widened."""
-    wide = builder.zext(load_value(builder, address, v16h), v16i)
-    return builder.bitcast(builder.shl(wide, splat_value(builder, i32(16))), v16f)
 
 
 @define(floats, types.int64)
@@ -209,56 +227,67 @@ def square_root(builder, a):
 
 
 @define(floats, floats)
-def exp(builder, x):
-    """e to the power of each lane within 2 units in the last place; 0 below -87."""
+def exp2(builder, x):
+    """2 to the power of each lane; below -100 a number that adds nothing, and is no denormal."""
 
     def const(value):
         return splat_value(builder, f32(value))
 
-    power = call_llvm(builder, "llvm.rint.v16f32", v16f, [builder.fmul(x, const(1.44269504))])
-    r = call_llvm(builder, "llvm.fma.v16f32", v16f, [power, const(-0.693359375), x])
-    r = call_llvm(builder, "llvm.fma.v16f32", v16f, [power, const(2.12194440e-4), r])
-    poly = const(1.9875691500e-4)
-    for coefficient in _EXP_POLYNOMIAL:
-        poly = call_llvm(builder, "llvm.fma.v16f32", v16f, [poly, r, const(coefficient)])
-    poly = call_llvm(builder, "llvm.fma.v16f32", v16f, [poly, builder.fmul(r, r), r])
-    poly = builder.fadd(poly, const(1.0))
-    biased = builder.add(builder.fptosi(power, v16i), splat_value(builder, i32(127)))
-    scale = builder.bitcast(builder.shl(biased, splat_value(builder, i32(23))), v16f)
-    tiny = builder.fcmp_ordered("<", x, const(-87.0))
-    return builder.select(tiny, const(0.0), builder.fmul(poly, scale))
+    # Adding 1.5 * 2**23 rounds to a whole number, which stands in the low bits of the sum.
+    magic = const(12582912.0)
+    x = builder.select(builder.fcmp_ordered(">", x, const(-100.0)), x, const(-100.0))
+    shifted = builder.fadd(x, magic)
+    rest = builder.fsub(x, builder.fsub(shifted, magic))
+    value = const(_EXP2_POLYNOMIAL[0])
+    for coefficient in _EXP2_POLYNOMIAL[1:]:
+        value = call_llvm(builder, "llvm.fma.v16f32", v16f, [value, rest, const(coefficient)])
+    exponent = builder.shl(builder.bitcast(shifted, v16i), _each(23))
+    return builder.bitcast(builder.add(builder.bitcast(value, v16i), exponent), v16f)
 
 
-_EXP_POLYNOMIAL = (1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 0.16666665459, 0.50000001201)
+# Of 2**x on -0.5..0.5, fitted for the least relative error (2e-9), highest power first.
+_EXP2_POLYNOMIAL = (
+    *(1.534581097e-4, 1.33999309e-3, 9.618489072e-3, 5.550328642e-2),
+    *(0.2402264625, 0.6931471825, 1.0),
+)
+LOG2_E = 1.4426950408889634
 
 
-def _rounded_bits(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
-    """Bits of float32 lanes whose upper half is the nearest bfloat16, ties to even."""
-    pattern = builder.bitcast(value, v16i)
-    odd = builder.and_(builder.lshr(pattern, _each(16)), _each(1))
-    return builder.add(pattern, builder.add(odd, _each(0x7FFF)))
-
-
-@define(types.int32, types.float32, types.float32)
-def pack_scalars(builder, low, high):
-    """Two float32 as bfloat16 side by side, ``low`` in the lower half."""
-    rounded = []
-    for value in (low, high):
-        pattern = builder.bitcast(value, i32)
-        odd = builder.and_(builder.lshr(pattern, i32(16)), i32(1))
-        rounded.append(builder.add(pattern, builder.add(odd, i32(0x7FFF))))
-    return builder.or_(builder.lshr(rounded[0], i32(16)), builder.and_(rounded[1], i32(-65536)))
+@define(floats, floats)
+def reciprocal(builder, x):
+    """1 / x of each lane, to the last two bits or so."""
+    if not HAS_AVX512:
+        return builder.fdiv(splat_value(builder, f32(1.0)), x)
+    everything = ir.IntType(16)(-1)
+    arguments = [x, ir.Constant(v16f, None), everything]
+    guess = call_llvm(builder, "llvm.x86.avx512.rcp14.ps.512", v16f, arguments)
+    error = [builder.fneg(x), guess, splat_value(builder, f32(2.0))]
+    return builder.fmul(guess, call_llvm(builder, "llvm.fma.v16f32", v16f, error))
 
 
 def _each(value: int) -> ir.Constant:
     return ir.Constant(v16i, [value] * LANES)
 
 
-@define(ints, floats, floats)
-def pack_pair(builder, low, high):
-    """Two features as bfloat16 side by side in each lane, ``low`` in the lower half."""
-    low_half = builder.lshr(_rounded_bits(builder, low), _each(16))
-    return builder.or_(low_half, builder.and_(_rounded_bits(builder, high), _each(-65536)))
+def _fold(builder: ir.IRBuilder, vector: ir.Value, combine: Callable) -> ir.Value:
+    """Combine all lanes of a vector into one number."""
+    for distance in (8, 4, 2, 1):
+        order = ir.Constant(v16i, [lane ^ distance for lane in range(LANES)])
+        swapped = builder.shuffle_vector(vector, ir.Constant(v16f, ir.Undefined), order)
+        vector = combine(vector, swapped)
+    return builder.extract_element(vector, i32(0))
+
+
+@define(types.float32, floats)
+def highest_lane(builder, a):
+    """The largest lane."""
+    return _fold(builder, a, lambda x, y: builder.select(builder.fcmp_ordered(">", x, y), x, y))
+
+
+@define(types.float32, floats)
+def sum_lanes(builder, a):
+    """The sum of all lanes."""
+    return _fold(builder, a, builder.fadd)
 
 
 @define(floats, types.int64, types.int64, types.int64, floats)
@@ -271,35 +300,6 @@ def keep_between(builder, lane_zero, low, high, value):
         builder.icmp_signed("<", at, splat_value(builder, high)),
     )
     return builder.select(inside, value, splat_value(builder, f32(float("-inf"))))
-
-
-@define(types.void, types.int64, types.int64, types.int64, types.int64)
-def store_transposed(builder, source, target, row_bytes, num_rows):
-    """Write 16 vectors of 16 lanes as rows: lane r of vector n becomes ``target`` row r, item n."""
-    rows = [load_value(builder, builder.add(source, i64(64 * n)), v16f) for n in range(LANES)]
-    for step in (8, 4, 2, 1):
-        low = [n for n in range(LANES) if not n & step]
-        first = [i if not i & step else LANES + (i ^ step) for i in range(LANES)]
-        second = [i | step if not i & step else LANES + i for i in range(LANES)]
-        mixed = list(rows)
-        for n in low:
-            a, b = rows[n], rows[n | step]
-            mixed[n] = builder.shuffle_vector(a, b, ir.Constant(v16i, first))
-            mixed[n | step] = builder.shuffle_vector(a, b, ir.Constant(v16i, second))
-        rows = mixed
-    for r in range(LANES):
-        with builder.if_then(builder.icmp_signed("<", i64(r), num_rows), likely=True):
-            store_value(builder, builder.add(target, builder.mul(row_bytes, i64(r))), rows[r])
-
-
-@define(types.void, types.int64, types.int64)
-def prefetch(builder, address, num_lines):
-    """Fetch ``num_lines`` cache lines that are needed soon into the second-level cache."""
-    with cgutils.for_range(builder, num_lines) as loop:
-        at = builder.add(address, builder.mul(loop.index, i64(64)))
-        pointer = builder.inttoptr(at, ir.IntType(8).as_pointer())
-        arguments = [pointer, i32(0), i32(2), i32(1)]
-        call_llvm(builder, "llvm.prefetch.p0", ir.VoidType(), arguments)
 
 
 def _overload_operator(symbol: Callable, name: str) -> None:

@@ -88,6 +88,13 @@ class Workload:
         scaled = (arrival - arrival[0]) * (self.rate / rate)
         return Workload(self.dataset.assign(arrival_s=scaled))
 
+    def within(self, most_tokens: int) -> Workload:
+        """Without the requests whose prompt and output together are longer."""
+        _, prompt, output = self.arrays()
+        prefixes = ["prefix_block_id", "num_prefix_blocks"]
+        kept = self.dataset.drop_vars(prefixes, errors="ignore")
+        return Workload(kept.isel(request=prompt + output <= most_tokens))
+
     def resample(
         self, num_requests: int, rate: float, seed: int, arrivals: ArrivalProcess | None = None
     ) -> Workload:

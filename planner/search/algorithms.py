@@ -11,6 +11,10 @@ from daskserve.planner.search.objective import Objective, copies_for
 from daskserve.planner.search.space import SearchSpace
 from daskserve.planner.search.units import Evaluator, Scored, Unit
 
+CHUNKS = (0, 512, 2048)
+"""Ways to batch colocated instances: 0 runs whole prompts first, the others are chunked prefill
+with that many tokens per mixed step."""
+
 Spaces = SearchSpace | Sequence[SearchSpace]
 
 
@@ -143,13 +147,9 @@ def colocated(
     spaces: Spaces,
     rate: float,
     objective: Objective | None = None,
-    chunk_tokens: Sequence[int] = (0, 512, 2048),
+    chunk_tokens: Sequence[int] = CHUNKS,
 ) -> Solution | None:
-    """No disaggregation, at its own best parallelism (the paper's vLLM++).
-
-    ``chunk_tokens`` are the ways to batch: 0 runs whole prompts first, others chunked prefill
-    with that many tokens per mixed step.
-    """
+    """No disaggregation, at its own best parallelism (the paper's vLLM++) and way to batch."""
     units = [
         replace(unit, chunk_tokens=chunk)
         for space in _each(spaces)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -71,22 +72,38 @@ def prefill_rate(step: StepTimes, num: int, demand: Demand) -> float:
     a well-filled batch. A full pipeline moves at the pace of the longest prompt in it.
     """
     alone = np.array([step.latency_s(step.prefill_s(tokens)) for tokens in demand.prompt])
-    slack = demand.ttft_s - alone
-    if (slack >= 0).mean() < demand.attainment:
-        return 0.0
     stage = np.sort(_amortised_stage_s(step, demand.prompt))
-    mean = float(stage.mean())
-    if mean == 0:
+    if stage.mean() == 0:
         return math.inf
-    low, high = 0.0, num / mean
+    return _highest(
+        lambda rate: _ttft_met(step, num, demand, alone, stage, rate), num / float(stage.mean())
+    )
+
+
+def _highest(holds: Callable[[float], bool], most: float) -> float:
+    """The highest rate up to ``most`` that holds; 0 when none does."""
+    low, high = 0.0, most
+    if not holds(most * 1e-6):
+        return 0.0
     for _ in range(40):
         rate = (low + high) / 2.0
-        in_pipeline = 1.0 + (step.num_stages - 1) * rate * mean / num
-        pace, second = _largest_of(stage, in_pipeline)
-        load = rate * pace / num
-        met = _share_met(slack, load, second / (2.0 * pace), num) if load < 1.0 else 0.0
-        low, high = (rate, high) if met >= demand.attainment else (low, rate)
+        low, high = (rate, high) if holds(rate) else (low, rate)
     return low
+
+
+def _ttft_met(
+    step: StepTimes, num: int, demand: Demand, alone: np.ndarray, stage: np.ndarray, rate: float
+) -> bool:
+    """Whether enough requests get their first token in time at a rate.
+
+    ``alone`` are the seconds of a request that waits for nobody, ``stage`` (sorted) the seconds
+    that requests occupy a stage.
+    """
+    in_pipeline = 1.0 + (step.num_stages - 1) * rate * float(stage.mean()) / num
+    pace, second = _largest_of(stage, in_pipeline)
+    load = rate * pace / num
+    slack = demand.ttft_s - alone
+    return load < 1.0 and _share_met(slack, load, second / (2.0 * pace), num) >= demand.attainment
 
 
 def _share_met(slack: np.ndarray, load: float, residual_s: float, num: int) -> float:
@@ -129,19 +146,59 @@ def largest_batch(step: StepTimes, demand: Demand) -> tuple[int, float]:
 
 
 def colocated_rate(step: StepTimes, num: int, demand: Demand, chunk_tokens: int = 0) -> float:
-    """Rate of instances that do both: neither phase alone may be over its limit.
+    """Rate of instances that do both phases.
 
-    Whole prompts take their time from decode; pieces may ride along at best for free.
+    Prefill takes a share of the time. Whole prompts stop decoding meanwhile; in mixed steps of
+    ``chunk_tokens`` decoding goes on at the pace of the larger step, which also reads the KV of
+    what decodes.
     """
-    prefill = prefill_rate(step, num, demand)
-    decode = decode_rate(step, num, demand)
-    if chunk_tokens or min(prefill, decode) == 0:
-        return min(prefill, decode)
-    batch, interval = largest_batch(step, demand)
-    steps = float(demand.steps.mean())
-    decode_s = steps * interval / (batch * step.num_stages) if steps else 0.0
-    together = num / (float(_amortised_stage_s(step, demand.prompt).mean()) + decode_s)
-    return min(prefill, decode, together)
+    most = decode_rate(step, num, demand)
+    if chunk_tokens:
+        mixed_s = step.prefill_s(float(chunk_tokens), 0.0)
+        pieces = np.maximum(demand.prompt / chunk_tokens, step.prefill_s(1.0, 0.0) / mixed_s)
+        work = pieces * mixed_s + step.prefill_quadratic_s * demand.prompt**2
+        stage = np.sort(work) / step.num_stages
+        alone = work
+    else:
+        alone = np.array([step.latency_s(step.prefill_s(tokens)) for tokens in demand.prompt])
+        stage = np.sort(_amortised_stage_s(step, demand.prompt))
+
+    def holds(rate: float) -> bool:
+        share = rate / num * float(stage.mean())
+        pace_s = step.latency_s(step.prefill_s(float(chunk_tokens), 0.0)) if chunk_tokens else 0.0
+        decode_s = _decode_pass_s(step, demand, rate / num, share, pace_s)
+        if decode_s is None:
+            return False
+        # A prompt finds a step under way, in a pipeline one at every stage.
+        waits = decode_s / 2.0 * (1.0 + (step.num_stages - 1) / step.num_stages)
+        return _ttft_met(step, num, demand, alone + waits, stage, rate)
+
+    return _highest(holds, min(most, num / max(float(stage.mean()), 1e-12)))
+
+
+def _decode_pass_s(
+    step: StepTimes, demand: Demand, rate: float, share: float, mixed_s: float
+) -> float | None:
+    """Seconds of a decode pass when prefill takes a share of the time.
+
+    None when tokens come slower than TPOT or do not fit in memory. ``mixed_s`` is the pass in
+    which decoding goes on during prefill, 0 when it stops.
+    """
+    if share >= 1.0:
+        return None
+    steps, context = float(demand.steps.mean()), demand.mean_context
+    batch = 1
+    for _ in range(20):  # the batch that arrives while a token is made, to a fixed point
+        decode_s = step.latency_s(step.decode_s(batch, batch * context))
+        passes = (share / mixed_s if mixed_s else 0.0) + (1.0 - share) / max(decode_s, 1e-12)
+        running = rate * steps / passes / step.num_stages
+        if 1.0 / passes > demand.tpot_s.max() or running > step.max_batch_size:
+            return None
+        if running <= batch:
+            break
+        batch = min(math.ceil(running), step.max_batch_size)
+    fits = batch * step.num_stages * context <= step.kv_capacity_tokens
+    return decode_s if fits else None
 
 
 def _amortised_stage_s(step: StepTimes, prompt: np.ndarray) -> np.ndarray:

@@ -1,0 +1,259 @@
+"""The ways to serve a workload that are compared: each algorithm's, colocated, one split."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import numpy as np
+
+from daskserve.core.instance import Role
+from daskserve.errors import ClusterError
+from daskserve.planner.goodput import Goodput
+from daskserve.planner.plan_request import PlanRequest
+from daskserve.planner.plan_result import Option
+from daskserve.planner.search.algorithms import (
+    CHUNKS,
+    Solution,
+    algorithm_1,
+    algorithm_2,
+    algorithm_3,
+    joint_enumeration,
+)
+from daskserve.planner.search.assign import assign
+from daskserve.planner.search.deploy import stays_in_node
+from daskserve.planner.search.fill import Limits, most_of_phases, most_of_units
+from daskserve.planner.search.links import KVTraffic, kv_traffic
+from daskserve.planner.search.pooled import Pooled, fewest_pooled
+from daskserve.planner.search.refine import refine_counts
+from daskserve.planner.search.simulated import Effort, Executor, SimulatedEvaluator
+from daskserve.planner.search.sized import SizedEvaluator
+from daskserve.planner.search.sizing import Demand
+from daskserve.planner.search.units import Estimate, Instances, Scored, Unit
+
+NOTHING_MEETS = "no parallelism meets the SLO at any rate"
+NOTHING_FITS = "nothing that meets the SLO stays within the limits"
+TRIES = 3
+"""Arrangements of one way that are measured before it is given up as too large for the nodes."""
+
+
+def evaluator_for(request: PlanRequest, executor: Executor | None = None) -> SimulatedEvaluator:
+    """What finds goodputs for this request."""
+    demand = Demand.of(request.workload, request.slo)
+    sized = SizedEvaluator(request.model, request.cluster, request.latency, demand)
+    effort = Effort(seeds=request.seeds, max_requests=request.max_requests)
+    return SimulatedEvaluator(sized, request.workload, request.slo, effort, executor)
+
+
+def all_options(request: PlanRequest, evaluator: SimulatedEvaluator) -> list[Option]:
+    """Everything that the asked algorithm allows, usable or not.
+
+    ``auto`` starts with Algorithm 1, which puts instances anywhere. Where the network cannot
+    carry its KV, Algorithms 2 and 3 keep KV inside nodes instead.
+    """
+    options = list(_disaggregated(request, evaluator))
+    if request.algorithm in ("auto", "colocated"):
+        options.append(_pooled(request, evaluator, "colocated", _colocated_choices))
+    if request.algorithm in ("auto", "single"):
+        options.append(_pooled(request, evaluator, "one parallelism", _single_choices))
+    return options
+
+
+UNIT_SEARCHES: dict[str, Callable] = {
+    "Algorithm 2": algorithm_2,
+    "Algorithm 3": algorithm_3,
+    "joint": joint_enumeration,
+}
+
+
+def _disaggregated(request: PlanRequest, evaluator: SimulatedEvaluator) -> Iterator[Option]:
+    asked = request.algorithm
+    if asked == "1":
+        yield _as_printed(request, evaluator)
+    if asked == "auto":
+        first = _pooled(request, evaluator, "Algorithm 1, pooled", _phase_choices)
+        yield first
+        if first.traffic is None or first.traffic.fits:
+            return
+    for key, name in (("2", "Algorithm 2"), ("3", "Algorithm 3"), ("joint", "joint")):
+        if asked == key or (asked == "auto" and key != "joint"):
+            yield _units(request, evaluator, name)
+
+
+def _units(request: PlanRequest, evaluator: SimulatedEvaluator, name: str) -> Option:
+    """Whole units that were simulated as such: copies hold what one holds."""
+    search = UNIT_SEARCHES[name]
+    solution = search(evaluator, request.spaces, request.asked_rate, request.weights)
+    if solution is None:
+        return Option(name, rejected=NOTHING_MEETS)
+    return option_of(request, evaluator, name, solution, evaluator.found[solution.unit])
+
+
+def _as_printed(request: PlanRequest, evaluator: SimulatedEvaluator) -> Option:
+    """Algorithm 1 with the paper's counts, then settled together."""
+    solution = algorithm_1(evaluator, request.spaces, request.asked_rate, request.weights)
+    if solution is None:
+        return Option("Algorithm 1", rejected=NOTHING_MEETS)
+    return _settled(request, evaluator, "Algorithm 1", solution)
+
+
+Choices = Callable[[PlanRequest, SimulatedEvaluator], list[list[tuple[Unit, ...]]]]
+"""Lists of choices; one is taken of each list, and all that is taken serves together."""
+
+
+def _phase_choices(request: PlanRequest, evaluator: SimulatedEvaluator) -> list:
+    """Every split for prefill, and independently every split for decode."""
+    return [
+        [(unit,) for space in request.spaces for unit in space.phase_units(evaluator, role)]
+        for role in (Role.PREFILL, Role.DECODE)
+    ]
+
+
+def _single_choices(request: PlanRequest, evaluator: SimulatedEvaluator) -> list:
+    """The same split for both phases."""
+    prefill, decode = _phase_choices(request, evaluator)
+    return [[(*one, *other) for one, other in zip(prefill, decode, strict=True)]]
+
+
+def _colocated_choices(request: PlanRequest, evaluator: SimulatedEvaluator) -> list:
+    """Every split and every way to batch."""
+    return [
+        [
+            (replace(unit, chunk_tokens=chunk),)
+            for space in request.spaces
+            for unit in space.phase_units(evaluator, Role.COLOCATED)
+            for chunk in CHUNKS
+        ]
+    ]
+
+
+def _pooled(
+    request: PlanRequest, evaluator: SimulatedEvaluator, name: str, choices_of: Choices
+) -> Option:
+    """The splits that need the least when instances share their queues, counts settled."""
+    rate, objective = request.asked_rate, request.weights
+    chosen: list[Pooled] = []
+    considered: list[Scored] = []
+    for choices in choices_of(request, evaluator):
+        found = fewest_pooled(evaluator, choices, rate, objective)
+        if not found:
+            return Option(name, rejected=NOTHING_MEETS)
+        chosen.append(found[0])
+        held = Estimate(rate, rate, math.inf, "at_least_cap")
+        considered += [Scored(one.together, held) for one in found]
+    groups = tuple(group for one in chosen for group in one.together.groups)
+    unit = Unit(groups, chunk_tokens=chosen[0].units[0].chunk_tokens)
+    return _settled(request, evaluator, name, Solution(name, unit, 1, rate, tuple(considered)))
+
+
+def _settled(
+    request: PlanRequest, evaluator: SimulatedEvaluator, name: str, solution: Solution
+) -> Option:
+    """Counts that hold the rate together, found by simulating the whole deployment."""
+    rate = request.asked_rate
+    first = option_of(request, evaluator, name, solution, None)
+    if first.traffic is not None and not first.traffic.fits:
+        return first
+    refined = refine_counts(
+        lambda unit: evaluator.verify(unit, rate), solution.all_instances, request.weights.weight
+    )
+    if refined.unit is None:
+        why = f"does not hold {rate:.4g} requests/s together: {refined.answer.reason}"
+        return replace(first, goodput=refined.answer, rejected=why)
+    solution = Solution(name, refined.unit, 1, rate, solution.considered)
+    return option_of(request, evaluator, name, solution, refined.answer)
+
+
+def option_of(
+    request: PlanRequest,
+    evaluator: SimulatedEvaluator,
+    name: str,
+    solution: Solution,
+    goodput: Goodput | None,
+) -> Option:
+    """Price, ranks and KV traffic of a solution."""
+    unit = solution.all_instances
+    prices = {g.gpu.name: g.gpu.price_per_hour for g in request.cluster.groups}
+    price = sum(group.num_gpus * prices[group.gpu] for group in unit.groups)
+    placement, traffic, rejected = None, None, ""
+    try:
+        placement = assign(
+            request.cluster,
+            solution.unit,
+            solution.num_units,
+            _limits(evaluator, unit),
+            request.model.name,
+        )
+        traffic = _traffic(request, placement, unit)
+        if traffic is not None and not traffic.fits:
+            rejected = f"the network is too slow: {traffic}"
+    except ClusterError as error:
+        rejected = str(error)
+    return Option(name, solution, placement, goodput, price, traffic, rejected)
+
+
+def _limits(evaluator: SimulatedEvaluator, unit: Unit) -> dict:
+    return {
+        Instances(g.role, g.parallelism, 1, g.gpu): evaluator.step_times(g.gpu, g.parallelism)
+        for g in unit.groups
+    }
+
+
+def _traffic(request: PlanRequest, placement, unit: Unit) -> KVTraffic | None:
+    """None where KV stays inside nodes."""
+    if stays_in_node(unit, request.cluster) or len(unit.groups) < 2:
+        return None
+    prompt = float(np.mean(request.workload.arrays()[1]))
+    kv_bytes = prompt * request.model.kv_bytes_per_token
+    return kv_traffic(placement, request.cluster, request.asked_rate, kv_bytes)
+
+
+def highest_options(
+    request: PlanRequest, evaluator: SimulatedEvaluator, limits: Limits
+) -> list[Option]:
+    """The most that each way serves within limits, measured on the whole deployment."""
+    options = []
+    asked, spaces = request.algorithm, request.spaces
+    if asked in ("auto", "1"):
+        found = most_of_phases("Algorithm 1", evaluator, spaces, limits)
+        options.append(_measured(request, evaluator, "Algorithm 1", found))
+    if asked == "single":
+        found = most_of_phases("one parallelism", evaluator, spaces, limits, same_split=True)
+        options.append(_measured(request, evaluator, "one parallelism", found))
+    if asked in ("3", "joint", "2") or (asked == "auto" and not options[0].is_usable):
+        name = {"2": "Algorithm 2", "joint": "joint"}.get(asked, "Algorithm 3")
+        units = [u for space in spaces for u in _cut_units(space, evaluator, name)]
+        found = most_of_units(name, evaluator, units, limits)
+        options.append(_measured(request, evaluator, name, found))
+    if asked in ("auto", "colocated"):
+        units = [
+            replace(unit, chunk_tokens=chunk)
+            for space in spaces
+            for unit in space.phase_units(evaluator, Role.COLOCATED)
+            for chunk in CHUNKS
+        ]
+        found = most_of_units("colocated", evaluator, units, limits)
+        options.append(_measured(request, evaluator, "colocated", found))
+    return options
+
+
+def _cut_units(space, evaluator: SimulatedEvaluator, name: str) -> list[Unit]:
+    units = {"Algorithm 2": space.paired_units, "joint": space.joint_units}
+    return units.get(name, space.mixed_units)(evaluator)
+
+
+def _measured(
+    request: PlanRequest, evaluator: SimulatedEvaluator, name: str, found: list[Solution]
+) -> Option:
+    """Goodput of the first solution that the nodes can hold."""
+    option = Option(name, rejected=NOTHING_FITS)
+    for solution in found[:TRIES]:
+        unit = solution.all_instances
+        [estimate] = evaluator.evaluate([unit])
+        settled = replace(solution, unit_rate=estimate.rate / solution.num_units)
+        at_rate = request.at_rate(estimate.rate)
+        option = option_of(at_rate, evaluator, name, settled, evaluator.found[unit])
+        if option.is_usable:
+            break
+    return option

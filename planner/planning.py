@@ -1,0 +1,127 @@
+"""From a workload and an SLO to a placement that holds both: the planner's front door."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+
+from daskserve.planner.explain import explain
+from daskserve.planner.options import all_options, evaluator_for, highest_options
+from daskserve.planner.plan_request import PlanRequest
+from daskserve.planner.plan_result import Option, Plan
+from daskserve.planner.search.fill import Limits
+from daskserve.planner.search.nearest import nearest_slo
+from daskserve.planner.search.simulated import Executor, SimulatedEvaluator
+
+
+def plan(request: PlanRequest, executor: Executor | None = None) -> Plan:
+    """The cheapest placement that serves the asked rate within the SLO.
+
+    Parameters
+    ----------
+    executor
+        Simulates candidates: an executor of ``concurrent.futures`` or a Dask client. Results
+        are the same with any number of workers.
+
+    Returns
+    -------
+    ``no_data`` without requests or at rate 0; ``infeasible`` with the nearest SLO or the
+    highest rate that can be reached.
+    """
+    rate = request.asked_rate
+    if len(request.workload) == 0 or rate == 0:
+        return _no_data(request)
+    evaluator = evaluator_for(request, executor)
+    weigh = request.weights.weight
+    options = all_options(request, evaluator)
+    options.sort(key=lambda one: _rank(one, weigh))
+    answer = Plan("infeasible", rate, request.slo, None, tuple(options), _tokens(request, rate))
+    if not options[0].is_usable:
+        return _infeasible(answer, request, evaluator)
+    chosen = options[0]
+
+    lines = explain(request, evaluator, chosen, options)
+    return replace(answer, status="found", chosen=chosen, explanation=lines)
+
+
+def plan_highest_rate(
+    request: PlanRequest,
+    max_gpus: int | None = None,
+    max_price_per_hour: float | None = None,
+    executor: Executor | None = None,
+) -> Plan:
+    """The placement that serves the most within the SLO, and its rate.
+
+    Parameters
+    ----------
+    request
+        Its rate is not looked at.
+    max_gpus, max_price_per_hour
+        Limits besides the cluster itself.
+    """
+    limits = Limits(request.cluster, max_gpus, max_price_per_hour)
+    if len(request.workload) == 0:
+        return _no_data(request)
+    evaluator = evaluator_for(request, executor)
+    options = highest_options(request, evaluator, limits)
+    options.sort(key=lambda one: (not one.is_usable, -_rate(one)))
+    best = options[0]
+    rate = _rate(best)
+    found = request.at_rate(rate)
+    answer = Plan("infeasible", rate, request.slo, None, tuple(options), _tokens(found, rate))
+    if not best.is_usable:
+        return _infeasible(answer, found, evaluator)
+    lines = explain(found, evaluator, best, options)
+    return replace(answer, status="found", chosen=best, explanation=lines)
+
+
+def _no_data(request: PlanRequest) -> Plan:
+    reason = "no data: the workload has no requests or no rate"
+    return Plan("no_data", request.asked_rate, request.slo, reason=reason)
+
+
+def _rank(option: Option, weigh) -> tuple[bool, float]:
+    unit = option.solution.all_instances if option.solution else None
+    return not option.is_usable, weigh(unit) if unit else math.inf
+
+
+def _rate(option: Option) -> float:
+    return option.solution.rate if option.solution else 0.0
+
+
+def _tokens(request: PlanRequest, rate: float) -> float:
+    _, prompt, output = request.workload.arrays()
+    return rate * float(np.mean(prompt + output))
+
+
+def _infeasible(answer: Plan, request: PlanRequest, evaluator: SimulatedEvaluator) -> Plan:
+    """Say what is missing: the SLO, or the cluster's size."""
+    nearest = nearest_slo(request, evaluator)
+    if nearest is None:
+        gpus = max(space.nodes_per_instance * space.gpus_per_node for space in request.spaces)
+        longest = evaluator.sized.demand.most_tokens
+        reason = (
+            f"{request.model.name} ({request.model.weight_bytes / 1e9:.0f} GB of weights) and a"
+            f" request of {longest} tokens fit on no split of up to {gpus} GPUs of"
+            f" {request.cluster}"
+        )
+        return replace(answer, reason=reason)
+    if all(option.solution is None for option in answer.options):
+        reason = (
+            f"no parallelism meets TTFT {request.slo.ttft_s:.4g} s and TPOT"
+            f" {request.slo.tpot_s:.4g} s for {request.slo.attainment:.0%} of the requests at any"
+            f" rate; the nearest SLO that can be met is TTFT {nearest.ttft_s:.3g} s and TPOT"
+            f" {nearest.tpot_s:.3g} s"
+        )
+        return replace(answer, reason=reason, nearest_slo=nearest)
+    reasons = [f"{one.name}: {one.rejected}" for one in answer.options if one.rejected]
+    best = highest_options(request, evaluator, Limits(request.cluster))
+    usable = [_rate(one) for one in best if one.is_usable]
+    reached = max(usable, default=0.0)
+    reason = (
+        f"{answer.rate:.4g} requests/s are out of reach on {request.cluster}, which serves up to"
+        f" {reached:.4g}; {reasons[0]}"
+    )
+    return replace(answer, reason=reason, highest_rate=reached)

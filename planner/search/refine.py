@@ -1,0 +1,93 @@
+"""Finds the fewest instances that hold a rate together, starting from a count per phase.
+
+The counts of an algorithm come from instances measured alone: two phases that each meet 90 %
+meet less together, while many instances share their queue and do better than one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from daskserve.core.instance import Role
+from daskserve.planner.goodput import Goodput
+from daskserve.planner.search.units import Unit
+
+MAX_GROWTH = 2.0
+"""Counts are raised to at most so many times the first guess, plus 2."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refined:
+    """The smallest deployment that was found to hold the rate.
+
+    Parameters
+    ----------
+    unit
+        None when growing did not help.
+    answer
+        The last goodput looked at: of ``unit``, or of what failed.
+    """
+
+    unit: Unit | None
+    answer: Goodput
+
+
+def refine_counts(
+    verify: Callable[[Unit], Goodput], unit: Unit, weight: Callable[[Unit], float]
+) -> Refined:
+    """Raise the count of the phase that fails until all holds, then drop what is not needed.
+
+    Parameters
+    ----------
+    verify
+        Goodput of a deployment, looked for up to the wanted rate only.
+    weight
+        Heavier instances are dropped first.
+    """
+    most = {group.role: int(MAX_GROWTH * group.count) + 2 for group in unit.groups}
+    answer = verify(unit)
+    while not _holds(answer):
+        grown = _grown(unit, answer, most)
+        if grown is None:
+            return Refined(None, answer)
+        unit = grown
+        answer = verify(unit)
+    heaviest_first = sorted(
+        unit.groups, key=lambda group: -weight(Unit((replace(group, count=1),)))
+    )
+    for role in [group.role for group in heaviest_first]:
+        while unit.of_role(role).count > 1:
+            smaller = _with_count(unit, role, unit.of_role(role).count - 1)
+            smaller_answer = verify(smaller)
+            if not _holds(smaller_answer):
+                break
+            unit, answer = smaller, smaller_answer
+    return Refined(unit, answer)
+
+
+def _holds(answer: Goodput) -> bool:
+    return answer.status == "at_least_cap"
+
+
+def _grown(unit: Unit, answer: Goodput, most: dict[Role, int]) -> Unit | None:
+    """One more instance of the phase that limits; None when more cannot help."""
+    if answer.status not in ("found", "unstable"):
+        return None
+    roles = [group.role for group in unit.groups]
+    if answer.limited_by == "ttft" and Role.PREFILL in roles:
+        order = [Role.PREFILL]
+    elif answer.limited_by == "tpot" and Role.DECODE in roles:
+        order = [Role.DECODE]
+    else:
+        order = roles
+    for role in order:
+        count = unit.of_role(role).count
+        if count < most[role]:
+            return _with_count(unit, role, count + 1)
+    return None
+
+
+def _with_count(unit: Unit, role: Role, count: int) -> Unit:
+    groups = tuple(replace(g, count=count) if g.role is role else g for g in unit.groups)
+    return replace(unit, groups=groups)

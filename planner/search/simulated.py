@@ -1,0 +1,141 @@
+"""Evaluates units by simulation: bisection with a stationarity test, several seeds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from daskserve.core.placement import Parallelism
+from daskserve.core.slo import SLO
+from daskserve.errors import ModelError
+from daskserve.planner.goodput import Goodput, goodput
+from daskserve.planner.search.deploy import deployment_of
+from daskserve.planner.search.sized import SizedEvaluator
+from daskserve.planner.search.units import Estimate, Unit
+from daskserve.planner.simulator import Deployment
+from daskserve.planner.step_times import StepTimes
+from daskserve.planner.workload import Workload
+
+
+class Executor(Protocol):
+    """Maps a function over tasks: ``concurrent.futures`` executors and Dask clients do."""
+
+    def map(self, function: Any, *iterables: Iterable[Any]) -> Any: ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Effort:
+    """How precisely a rate is looked for.
+
+    Parameters
+    ----------
+    seeds
+        One bisection each.
+    tolerance
+        Relative width at which a bisection ends.
+    max_requests
+        Most requests of one simulated trace.
+    """
+
+    seeds: tuple[int, ...] = (0, 1, 2)
+    tolerance: float = 0.01
+    max_requests: int = 100_000
+
+    def quick(self) -> Effort:
+        """One seed and a wider end: for comparisons that need a direction, not a figure."""
+        return Effort(self.seeds[:1], max(self.tolerance, 0.02), self.max_requests)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Task:
+    """One goodput to find; what travels to a worker."""
+
+    workload: Workload
+    deployment: Deployment
+    slo: SLO
+    effort: Effort
+    max_rate: float | None = None
+
+
+def run_task(task: Task) -> Goodput:
+    effort = task.effort
+    return goodput(
+        task.workload,
+        task.deployment,
+        task.slo,
+        max_rate=task.max_rate,
+        seeds=effort.seeds,
+        tolerance=effort.tolerance,
+        max_requests=effort.max_requests,
+    )
+
+
+@dataclass(eq=False)
+class SimulatedEvaluator:
+    """Goodputs from the simulator, remembered by unit; bounds from the formulas.
+
+    Parameters
+    ----------
+    executor
+        Where candidates are simulated: None here, else an executor or a Dask client. The
+        results do not depend on it.
+    """
+
+    sized: SizedEvaluator
+    workload: Workload
+    slo: SLO
+    effort: Effort = field(default_factory=Effort)
+    executor: Executor | None = None
+    found: dict[Unit, Goodput] = field(default_factory=dict)
+    verified: dict[tuple[Unit, float], Goodput] = field(default_factory=dict)
+
+    def step_times(self, gpu: str, parallelism: Parallelism) -> StepTimes:
+        step = self.sized.step_times(gpu, parallelism)
+        if step is None:
+            raise ModelError(f"{self.sized.model.name} does not run as {parallelism} on {gpu}")
+        return step
+
+    def fits(self, gpu: str, parallelism: Parallelism) -> bool:
+        return self.sized.fits(gpu, parallelism)
+
+    def bound(self, unit: Unit) -> float:
+        """The measured rate where there is one, else the formula with its margin."""
+        if unit in self.found:
+            return estimate_of(self.found[unit]).rate
+        return self.sized.bound(unit)
+
+    def evaluate(self, units: Sequence[Unit]) -> list[Estimate]:
+        new = [unit for unit in dict.fromkeys(units) if unit not in self.found]
+        tasks = [Task(self.workload, self.deployment(u), self.slo, self.effort) for u in new]
+        self.found.update(zip(new, run_all(self.executor, run_task, tasks), strict=True))
+        return [estimate_of(self.found[unit]) for unit in units]
+
+    def verify(self, unit: Unit, rate: float) -> Goodput:
+        """Whether a deployment holds a rate: ``at_least_cap`` if so."""
+        key = (unit, rate)
+        if key not in self.verified:
+            task = Task(self.workload, self.deployment(unit), self.slo, self.effort, rate)
+            [self.verified[key]] = run_all(self.executor, run_task, [task])
+        return self.verified[key]
+
+    def deployment(self, unit: Unit) -> Deployment:
+        return deployment_of(unit, self.sized.model, self.sized.cluster, self.step_times)
+
+
+def run_all(executor: Executor | None, function: Any, tasks: list[Any]) -> list[Any]:
+    """``[function(task) for task in tasks]``, on the executor if there is one."""
+    if executor is None or not tasks:
+        return [function(task) for task in tasks]
+    results = executor.map(function, tasks)
+    # A Dask client answers with futures that its own gather collects.
+    return list(executor.gather(results) if hasattr(executor, "gather") else results)
+
+
+def estimate_of(answer: Goodput) -> Estimate:
+    """The numbers of a goodput; 0 where there is no rate."""
+    if answer.rate is None:
+        return Estimate(0.0, 0.0, 0.0, answer.status, answer)
+    high = math.inf if answer.high is None else answer.high
+    return Estimate(answer.rate, answer.low or 0.0, high, answer.status, answer)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import random
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from daskserve.errors import KVUnavailable
 from daskserve.text.tokenizer import Tokenizer
 from daskserve.workers.engine import Engine, Reserved
 from daskserve.workers.forward import Runner
+from daskserve.workers.instance import Instance
 from daskserve.workers.loading import build_engine, load_model
 from daskserve.workers.sequence import Sequence
 
@@ -293,3 +294,23 @@ def make_request() -> Callable[..., Request]:
         return Request(request_id, prompt, SamplingParams(**params), 0.0, seed)
 
     return make
+
+
+@pytest.fixture
+async def start() -> AsyncIterator[Callable[..., Instance]]:
+    """``start(role, **settings)``: a running mock instance, closed after the test."""
+    instances = []
+    times = dict(mock_prefill_s=0.0005, mock_decode_s=0.0005)
+
+    def make(role: Role, load=load_model, **settings) -> Instance:
+        config = EngineConfig(
+            **(dict(model="mock", num_kv_blocks=64, block_size=4) | times | settings)
+        )
+        instance = Instance(role, config, load)
+        instance.start()
+        instances.append(instance)
+        return instance
+
+    yield make
+    for instance in instances:
+        await instance.close()

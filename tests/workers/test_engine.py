@@ -87,6 +87,15 @@ def test_the_last_admitted_is_preempted_and_repeats_its_tokens(make_rig, make_re
     assert outcomes["late"].token_ids == alone.run()["late"].token_ids
 
 
+def test_a_preempted_request_goes_before_those_that_came_after_it(make_rig, make_request) -> None:
+    rig = make_rig("whole", num_kv_blocks=10, block_size=8)
+    for name in ("early", "late", "after"):
+        rig.submit(make_request(name, 30, max_tokens=40))
+    outcomes = rig.run()
+    assert outcomes["late"].timeline.num_recomputes == 1
+    assert list(outcomes) == ["early", "late", "after"], "in the order in which they ended"
+
+
 def test_prompts_are_batched_up_to_the_budget(make_rig, make_request) -> None:
     rig = make_rig("disaggregated", prefill_budget_tokens=100)
     counts = count_forward_tokens(rig.entry)

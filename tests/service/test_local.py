@@ -74,7 +74,7 @@ def test_a_killed_worker_loses_and_repeats_nothing(local: Service, is_idle, even
     os.kill(pid_of(local, role), signal.SIGKILL)
     completions = local.client.gather(futures)
     assert [c.text for c in completions] == expected
-    eventually(lambda: len(local.info()) == 2 and is_idle(local), timeout_s=20)
+    eventually(lambda: len(local.info()) == 2 and is_idle(local), timeout_s=60)
     dispatch = local.status()["dispatch"]
     assert dispatch["violations"] == 0, dispatch["notes"]
 

@@ -73,14 +73,12 @@ def speed(num_rows: int, max_tokens: int) -> list[dict]:
     with tempfile.TemporaryDirectory() as folder:
         job = Path(folder) / "in.jsonl"
         job.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
-        peer = _in_process("hf", str(job), str(max_tokens))
+        print(f"{num_rows} prompts, {max_tokens} output tokens each, bfloat16, {CORES} cores")
+        peer = _shown("generate", _in_process("hf", str(job), str(max_tokens)))
         ours = {
-            mode: _in_process("daskserve", str(job), str(max_tokens), mode)
+            mode: _shown(mode, _in_process("daskserve", str(job), str(max_tokens), mode))
             for mode in ("disaggregated", "colocated")
         }
-    print(f"{num_rows} prompts, {max_tokens} output tokens each, bfloat16, {CORES} cores")
-    for name, run in {"generate": peer, **ours}.items():
-        print(f"  {name:14} {run['tokens']} tokens in {run['s']:.1f} s: {_rate(run):.1f} tok/s")
     assert len({run["tokens"] for run in (peer, *ours.values())}) == 1, "unequal token counts"
     ratios = {mode: _rate(run) / _rate(peer) for mode, run in ours.items()}
     figures = [_figure("hf_generate", _rate(peer), "output tok/s")]
@@ -89,6 +87,12 @@ def speed(num_rows: int, max_tokens: int) -> list[dict]:
         figures.append(_figure(f"{mode}_ratio", ratios[mode], "x generate"))
     best = max(ratios.values())
     return [*figures, _figure("best_ratio", best, "x generate", 1.5, best >= 1.5)]
+
+
+def _shown(name: str, run: dict) -> dict:
+    rate = f"{_rate(run):.1f} output tok/s"
+    print(f"  {name:14} {run['tokens']} tokens in {run['s']:.1f} s: {rate}", flush=True)
+    return run
 
 
 def _rate(run: dict) -> float:

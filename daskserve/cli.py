@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -136,7 +138,9 @@ def run_batch_command(source: str, output: str, **given: Any) -> None:
     config = EngineConfig(model=given["model"], dtype=given["dtype"])
     params, slo = _sampling(given), _slo(given)
     _check_placement(given)
-    signal.signal(signal.SIGTERM, _interrupt)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as in a shell's background
+            signal.signal(number, _interrupt)
     try:
         with BatchJob(
             source,
@@ -160,6 +164,11 @@ def run_batch_command(source: str, output: str, **given: Any) -> None:
 
 
 def _interrupt(signal_number: int, frame: Any) -> NoReturn:
+    # Connections are cut from here on, perhaps of a cluster that is half started; what Dask and
+    # asyncio say of that helps nobody.
+    for name in ("asyncio", "distributed", "tornado"):
+        logging.getLogger(name).setLevel(logging.CRITICAL + 1)
+    sys.unraisablehook = lambda unraisable: None
     raise KeyboardInterrupt
 
 

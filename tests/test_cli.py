@@ -89,6 +89,7 @@ def test_fetch_model_prints_the_folder(tmp_path, monkeypatch):
     assert run("fetch-model", "mick")[0] == 1
 
 
+@pytest.mark.slow
 def test_mock_has_nothing_to_profile():
     code, message = run("profile-prefill", "--model", "mock")
     assert code == 1

@@ -130,6 +130,28 @@ def test_stopped_job_says_so_and_goes_on(service, source, tmp_path, expected, nu
     assert sorted(output.read_text().splitlines()) == expected
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("delay_s", [0.0, 0.3, 0.6, 1.0, 2.0])
+def test_job_stopped_while_its_cluster_starts_says_so(source, tmp_path, delay_s):
+    arguments = ["--model", "mock", "-i", str(source), "-o", str(tmp_path / "out.jsonl")]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "daskserve.cli", "run-batch", *arguments],
+        stderr=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        text=True,
+    )
+    deadline = time.monotonic() + 30
+    while not (tmp_path / "out.jsonl.job" / "manifest.json").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    time.sleep(delay_s)
+    process.send_signal(signal.SIGINT)
+    _, message = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert "stopped; run the same command again to go on" in message
+    assert "Traceback" not in message
+
+
 def start_job(pool, service, source, output):
     """A job under way: half of its rows are written."""
     job = pool.submit(run_batch, service, source, output, params=PARAMS, max_in_flight=20)

@@ -134,50 +134,57 @@ def _chunk_of_blocks(row_bytes):
 
 
 @kernel
+def _multiply_pair(decoder, first, second, row_bytes, source, block, num_blocks, out, ahead):
+    """32 weight rows times one or two blocks of a packed input, into ``[num_blocks][32][16]``."""
+    stride = row_bytes * LANES
+    steps = row_bytes // STEP_BYTES
+    at = source + block * stride
+    ahead = ahead if block == 0 else 0
+    multiply(decoder.product, num_blocks, first, second, row_bytes, at, stride, steps, out, ahead)
+
+
+@kernel
 def project_heads(thread, num_threads, decoder, work, step, layer, scratch):
     """Queries, keys and values: normed and rotated where the model does, K and V to their pages."""
     num_heads = decoder.num_heads + 2 * decoder.num_kv_heads
     low, high = share(num_heads, thread, num_threads)
     row_bytes = decoder.hidden * decoder.element
-    stride = packed_bytes(decoder, decoder.hidden)
+    head_bytes = decoder.head_dim * row_bytes
+    features = scratch + decoder.head_dim * 2 * 64
     chunk = _chunk_of_blocks(row_bytes)
     for start in range(0, step.num_blocks, chunk):
         for head in range(low, high):
-            head_rows = (layer * num_heads + head) * decoder.head_dim
-            weights = decoder.qkv + head_rows * row_bytes
+            weights = decoder.qkv + (layer * num_heads + head) * head_bytes
+            ahead = head_bytes if head + 1 < high else 0
             for block in range(start, min(start + chunk, step.num_blocks), 2):
                 num_blocks = min(2, step.num_blocks - block)
                 for pair in range(decoder.head_dim // ROWS):
                     first = weights + pair * LANES * row_bytes
-                    ahead = decoder.head_dim * row_bytes if block == 0 and head + 1 < high else 0
-                    multiply(
-                        decoder.product,
-                        num_blocks,
-                        first,
-                        first + decoder.head_dim // 2 * row_bytes,
-                        row_bytes,
-                        work.packed + block * stride,
-                        stride,
-                        row_bytes // STEP_BYTES,
-                        scratch + pair * num_blocks * ROWS * 64,
-                        0,
-                        ahead,
+                    second = first + head_bytes // 2
+                    out = scratch + pair * num_blocks * ROWS * 64
+                    _multiply_pair(
+                        *(decoder, first, second, row_bytes),
+                        *(work.packed, block, num_blocks, out, ahead),
                     )
                 for b in range(num_blocks):
-                    _finish_head(
-                        decoder, work, step, layer, head, block + b, b, num_blocks, scratch
-                    )
+                    _gather_features(decoder.head_dim, scratch, b, num_blocks, features)
+                    _finish_head(decoder, work, step, layer, head, block + b, features)
 
 
 @kernel
-def _finish_head(decoder, work, step, layer, head, block, b, num_blocks, scratch):
-    """Gather one head's features in order, then bias, norm, rotation and its place."""
-    half = decoder.head_dim // 2
-    features = scratch + decoder.head_dim * 2 * 64
+def _gather_features(head_dim, tiles, block, num_blocks, target):
+    """One head's features of one block, in order: the products took the two halves in pairs."""
+    half = head_dim // 2
     for feature in range(half):
-        tile = (feature // LANES * num_blocks + b) * ROWS + feature % LANES
-        store(features + feature * 64, load(scratch + tile * 64))
-        store(features + (feature + half) * 64, load(scratch + (tile + LANES) * 64))
+        tile = (feature // LANES * num_blocks + block) * ROWS + feature % LANES
+        store(target + feature * 64, load(tiles + tile * 64))
+        store(target + (feature + half) * 64, load(tiles + (tile + LANES) * 64))
+
+
+@kernel
+def _finish_head(decoder, work, step, layer, head, block, features):
+    """Bias, norm and rotation of one head's features, and where they belong."""
+    half = decoder.head_dim // 2
     num_heads = decoder.num_heads + 2 * decoder.num_kv_heads
     if decoder.qkv_bias != 0:
         bias = decoder.qkv_bias + (layer * num_heads + head) * decoder.head_dim * 4
@@ -242,31 +249,23 @@ def project_residual(
     """Add a projection of a packed input to the residual."""
     low, high = share(decoder.hidden // ROWS, thread, num_threads)
     row_bytes = num_features * decoder.element
-    stride = packed_bytes(decoder, num_features)
     chunk = _chunk_of_blocks(row_bytes)
     for start in range(0, step.num_blocks, chunk):
         for item in range(low, high):
             first = weights + item * ROWS * row_bytes
+            second = first + LANES * row_bytes
+            ahead = ROWS * row_bytes if item + 1 < high else 0
             for block in range(start, min(start + chunk, step.num_blocks), 2):
                 num_blocks = min(2, step.num_blocks - block)
-                multiply(
-                    decoder.product,
-                    num_blocks,
-                    first,
-                    first + LANES * row_bytes,
-                    row_bytes,
-                    source + block * stride,
-                    stride,
-                    row_bytes // STEP_BYTES,
-                    scratch,
-                    0,
-                    ROWS * row_bytes if block == 0 and item + 1 < high else 0,
+                _multiply_pair(
+                    *(decoder, first, second, row_bytes),
+                    *(source, block, num_blocks, scratch, ahead),
                 )
                 for b in range(num_blocks):
+                    tile = scratch + b * ROWS * 64
                     target = work.residual + ((block + b) * decoder.hidden + item * ROWS) * 64
-                    for row in range(ROWS):
-                        at = target + row * 64
-                        store(at, load(at) + load(scratch + (b * ROWS + row) * 64))
+                    for at in range(0, ROWS * 64, 64):
+                        store(target + at, load(target + at) + load(tile + at))
 
 
 @kernel
@@ -274,38 +273,25 @@ def project_inner(thread, num_threads, decoder, work, step, layer, scratch):
     """The gated feed-forward's inner features: silu(gate) * up, packed."""
     low, high = share(decoder.inner // LANES, thread, num_threads)
     row_bytes = decoder.hidden * decoder.element
-    stride = packed_bytes(decoder, decoder.hidden)
     weights = decoder.gate_up + layer * 2 * decoder.inner * row_bytes
     chunk = _chunk_of_blocks(row_bytes)
     for start in range(0, step.num_blocks, chunk):
         for item in range(low, high):
             gate = weights + item * LANES * row_bytes
+            up = gate + decoder.inner * row_bytes
+            ahead = LANES * row_bytes if item + 1 < high else 0
             for block in range(start, min(start + chunk, step.num_blocks), 2):
                 num_blocks = min(2, step.num_blocks - block)
-                multiply(
-                    decoder.product,
-                    num_blocks,
-                    gate,
-                    gate + decoder.inner * row_bytes,
-                    row_bytes,
-                    work.packed + block * stride,
-                    stride,
-                    row_bytes // STEP_BYTES,
-                    scratch,
-                    0,
-                    LANES * row_bytes if block == 0 and item + 1 < high else 0,
+                _multiply_pair(
+                    *(decoder, gate, up, row_bytes),
+                    *(work.packed, block, num_blocks, scratch, ahead),
                 )
                 for b in range(num_blocks):
-                    target = work.inner + (block + b) * packed_bytes(decoder, decoder.inner)
                     tile = scratch + b * ROWS * 64
+                    target = work.inner + (block + b) * packed_bytes(decoder, decoder.inner)
                     for row in range(0, LANES, 2):
-                        pack(
-                            decoder.element,
-                            target,
-                            item * LANES + row,
-                            _gated(tile + row * 64),
-                            _gated(tile + row * 64 + 64),
-                        )
+                        first, second = _gated(tile + row * 64), _gated(tile + row * 64 + 64)
+                        pack(decoder.element, target, item * LANES + row, first, second)
 
 
 @kernel
@@ -342,32 +328,24 @@ def project_vocabulary(thread, num_threads, decoder, work, step, scratch):
     # The last item starts early enough to end with the vocabulary; rows done twice are equal.
     low, high = share((decoder.vocab + ROWS - 1) // ROWS, thread, num_threads)
     row_bytes = decoder.hidden * decoder.element
-    stride = packed_bytes(decoder, decoder.hidden)
-    num_blocks_in_all = blocks_of(step.num_rows)
+    blocks_in_all = blocks_of(step.num_rows)
     for item in range(low, high):
         token = min(item * ROWS, decoder.vocab - ROWS)
         first = decoder.head + token * row_bytes
-        for block in range(0, num_blocks_in_all, 2):
-            num_blocks = min(2, num_blocks_in_all - block)
-            multiply(
-                decoder.product,
-                num_blocks,
-                first,
-                first + LANES * row_bytes,
-                row_bytes,
-                work.packed + block * stride,
-                stride,
-                row_bytes // STEP_BYTES,
-                scratch,
-                0,
-                ROWS * row_bytes if block == 0 and item + 2 < high else 0,
+        second = first + LANES * row_bytes
+        ahead = ROWS * row_bytes if item + 2 < high else 0
+        for block in range(0, blocks_in_all, 2):
+            num_blocks = min(2, blocks_in_all - block)
+            _multiply_pair(
+                *(decoder, first, second, row_bytes),
+                *(work.packed, block, num_blocks, scratch, ahead),
             )
             for b in range(num_blocks):
                 row = (block + b) * LANES
-                for group in range(2):
+                for group in range(0, ROWS, LANES):
                     store_transposed(
-                        scratch + (2 * b + group) * LANES * 64,
-                        step.logits + (row * decoder.vocab + token + group * LANES) * 4,
+                        scratch + (b * ROWS + group) * 64,
+                        step.logits + (row * decoder.vocab + token + group) * 4,
                         decoder.vocab * 4,
                         step.num_rows - row,
                     )

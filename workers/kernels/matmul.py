@@ -43,7 +43,7 @@ _GROUP_BYTES = 16 * 64  # 16 rows of 16 float32 lanes in the output
 
 _VOID, _I8 = ir.VoidType(), ir.IntType(8)
 _BYTES = _I8.as_pointer()
-_ARGUMENTS = (types.int64,) * 9
+_ARGUMENTS = (types.int64,) * 8
 _SIGNATURE = types.void(*_ARGUMENTS)
 
 
@@ -59,7 +59,7 @@ def _prefetch_rows(builder: ir.IRBuilder, address: ir.Value, row_bytes: ir.Value
 
 def _product(emit: Callable, num_blocks: int, prefetch: bool) -> Callable:
     @define(types.void, *_ARGUMENTS)
-    def product(builder, first, second, row_bytes, source, stride, steps, out, carry, ahead):
+    def product(builder, first, second, row_bytes, source, stride, steps, out, ahead):
         def fetch(column: ir.Value) -> None:
             if prefetch:
                 for group in (first, second):
@@ -67,12 +67,12 @@ def _product(emit: Callable, num_blocks: int, prefetch: bool) -> Callable:
                     _prefetch_rows(builder, at, row_bytes)
 
         sources = [_offset(builder, source, stride, block) for block in range(num_blocks)]
-        emit(builder, (first, second), row_bytes, sources, steps, out, carry, fetch)
+        emit(builder, (first, second), row_bytes, sources, steps, out, fetch)
 
     return product
 
 
-def _emit_tiles(builder, groups, row_bytes, sources, steps, out, carry, fetch) -> None:
+def _emit_tiles(builder, groups, row_bytes, sources, steps, out, fetch) -> None:
     """Matrix tiles: accumulators 0..3, inputs 4..5, weights 6..7."""
 
     def tile(name: str, *values: ir.Value | int) -> None:
@@ -82,20 +82,10 @@ def _emit_tiles(builder, groups, row_bytes, sources, steps, out, carry, fetch) -
     def accumulator(group: int, block: int) -> int:
         return group * len(sources) + block
 
-    def each_output(name: str) -> None:
-        for block in range(len(sources)):
-            for group in range(2):
-                at = builder.add(out, i64((2 * block + group) * _GROUP_BYTES))
-                tile(name, accumulator(group, block), builder.inttoptr(at, _BYTES), i64(64))
-
     if not COMPILES_AMX:
         return
-    with builder.if_else(builder.icmp_signed("!=", carry, i64(0))) as (carried, fresh):
-        with carried:
-            each_output("tileloadd64")
-        with fresh:
-            for number in range(2 * len(sources)):
-                tile("tilezero", number)
+    for number in range(2 * len(sources)):
+        tile("tilezero", number)
     index, _, close = loop(builder, steps, [])
     column = builder.mul(index, i64(STEP_BYTES))
     for block, source in enumerate(sources):
@@ -108,13 +98,16 @@ def _emit_tiles(builder, groups, row_bytes, sources, steps, out, carry, fetch) -
             tile("tdpbf16ps", accumulator(group, block), 6 + group, 4 + block)
     fetch(column)
     close([])
-    each_output("tilestored64")
+    for block in range(len(sources)):
+        for group in range(2):
+            at = builder.add(out, i64((2 * block + group) * _GROUP_BYTES))
+            tile("tilestored64", accumulator(group, block), builder.inttoptr(at, _BYTES), i64(64))
 
 
 def _emit_vectors(multiply: Callable) -> Callable:
     """Fused multiply-adds with 16 accumulators in registers, 8 or 16 rows at a time."""
 
-    def emit(builder, groups, row_bytes, sources, steps, out, carry, fetch) -> None:
+    def emit(builder, groups, row_bytes, sources, steps, out, fetch) -> None:
         num_rows = 16 // len(sources)
         part, _, close_part = loop(builder, i64(ROWS // num_rows), [])
         start = builder.mul(part, i64(num_rows))
@@ -127,12 +120,7 @@ def _emit_vectors(multiply: Callable) -> Callable:
             for row in range(num_rows)
             for block in range(len(sources))
         ]
-        keep = builder.icmp_signed("!=", carry, i64(0))
-        zero = ir.Constant(v16f, None)
-        before = [
-            builder.select(keep, load_value(builder, target, v16f), zero) for target in targets
-        ]
-        index, sums, close = loop(builder, steps, before)
+        index, sums, close = loop(builder, steps, [ir.Constant(v16f, None)] * 16)
         column = builder.mul(index, i64(STEP_BYTES))
         inputs = [_offset(builder, source, index, STEP_INPUT_BYTES) for source in sources]
         rows_here = [
@@ -203,39 +191,39 @@ _bfloat16_1, _bfloat16_2 = _product(_bfloat16, 1, True), _product(_bfloat16, 2, 
 
 
 @pointer(_SIGNATURE)
-def _tiles_one(first, second, row_bytes, source, stride, steps, out, carry, ahead):
+def _tiles_one(first, second, row_bytes, source, stride, steps, out, ahead):
     if ahead == 0:
-        _tiles_1(first, second, row_bytes, source, stride, steps, out, carry, ahead)
+        _tiles_1(first, second, row_bytes, source, stride, steps, out, ahead)
     else:
-        _tiles_1_ahead(first, second, row_bytes, source, stride, steps, out, carry, ahead)
+        _tiles_1_ahead(first, second, row_bytes, source, stride, steps, out, ahead)
 
 
 @pointer(_SIGNATURE)
-def _tiles_two(first, second, row_bytes, source, stride, steps, out, carry, ahead):
+def _tiles_two(first, second, row_bytes, source, stride, steps, out, ahead):
     if ahead == 0:
-        _tiles_2(first, second, row_bytes, source, stride, steps, out, carry, ahead)
+        _tiles_2(first, second, row_bytes, source, stride, steps, out, ahead)
     else:
-        _tiles_2_ahead(first, second, row_bytes, source, stride, steps, out, carry, ahead)
+        _tiles_2_ahead(first, second, row_bytes, source, stride, steps, out, ahead)
 
 
 @pointer(_SIGNATURE)
-def _float32_one(first, second, row_bytes, source, stride, steps, out, carry, ahead):
-    _float32_1(first, second, row_bytes, source, stride, steps, out, carry, ahead)
+def _float32_one(first, second, row_bytes, source, stride, steps, out, ahead):
+    _float32_1(first, second, row_bytes, source, stride, steps, out, ahead)
 
 
 @pointer(_SIGNATURE)
-def _float32_two(first, second, row_bytes, source, stride, steps, out, carry, ahead):
-    _float32_2(first, second, row_bytes, source, stride, steps, out, carry, ahead)
+def _float32_two(first, second, row_bytes, source, stride, steps, out, ahead):
+    _float32_2(first, second, row_bytes, source, stride, steps, out, ahead)
 
 
 @pointer(_SIGNATURE)
-def _bfloat16_one(first, second, row_bytes, source, stride, steps, out, carry, ahead):
-    _bfloat16_1(first, second, row_bytes, source, stride, steps, out, carry, ahead)
+def _bfloat16_one(first, second, row_bytes, source, stride, steps, out, ahead):
+    _bfloat16_1(first, second, row_bytes, source, stride, steps, out, ahead)
 
 
 @pointer(_SIGNATURE)
-def _bfloat16_two(first, second, row_bytes, source, stride, steps, out, carry, ahead):
-    _bfloat16_2(first, second, row_bytes, source, stride, steps, out, carry, ahead)
+def _bfloat16_two(first, second, row_bytes, source, stride, steps, out, ahead):
+    _bfloat16_2(first, second, row_bytes, source, stride, steps, out, ahead)
 
 
 class Product(NamedTuple):
@@ -264,9 +252,7 @@ def _call(builder, address, *arguments):
 
 
 @kernel
-def multiply(
-    product, num_blocks, first, second, row_bytes, source, stride, steps, out, carry=0, ahead=0
-):
+def multiply(product, num_blocks, first, second, row_bytes, source, stride, steps, out, ahead):
     """Multiply 32 weight rows with one or two blocks of 16 tokens.
 
     Parameters
@@ -283,13 +269,11 @@ def multiply(
         Row length in steps of 64 bytes, at least 1.
     out
         Address of the output ``[num_blocks][32][16]`` float32.
-    carry
-        1 adds to what the output holds.
     ahead
         Bytes from these rows to rows that are needed soon, to fetch them; 0 fetches nothing.
     """
     address = product.two if num_blocks == 2 else product.one
-    _call(address, first, second, row_bytes, source, stride, steps, out, carry, ahead)
+    _call(address, first, second, row_bytes, source, stride, steps, out, ahead)
 
 
 @define(types.void, types.int64)

@@ -112,7 +112,7 @@ def _scores(product, pages, start, end, query, target, context):
         if key + KEYS_BLOCK < context:
             ahead = _tile_address(pages, key + KEYS_BLOCK) - first
         at = target + (key - start) * 64
-        multiply(product, 1, first, second, pages.token_bytes, query, 0, steps, at, 0, ahead)
+        multiply(product, 1, first, second, pages.token_bytes, query, 0, steps, at, ahead)
 
 
 @kernel
@@ -291,7 +291,7 @@ def _attend_prompt(decoder, work, step, layer, item, window, scratch):
             first = columns + feature * row_bytes
             second = first + LANES * row_bytes
             steps = padded * decoder.element // STEP_BYTES
-            multiply(decoder.product, 1, first, second, row_bytes, scores, 0, steps, tile)
+            multiply(decoder.product, 1, first, second, row_bytes, scores, 0, steps, tile, 0)
             for at in range(0, ROWS, 2):
                 a, b = load(tile + at * 64) * inverse, load(tile + at * 64 + 64) * inverse
                 pack(decoder.element, attended, member * decoder.head_dim + feature + at, a, b)

@@ -11,9 +11,11 @@ from transformers.utils import logging as transformers_logging
 
 from daskserve.core.instance import EngineConfig
 from daskserve.errors import ModelError
+from daskserve.models.engine_packages import TRANSFORMERS_LOCK
 from daskserve.workers.attention import ATTENTION_NAME
 from daskserve.workers.forward import ModelShape
 from daskserve.workers.fused import FusedDecoder, can_fuse
+from daskserve.workers.layer_attention import LayerAttention, can_attend
 from daskserve.workers.probe import discover, verify
 from daskserve.workers.runner import ModelRunner
 
@@ -52,8 +54,12 @@ def load_runner(model_dir: Path, config: EngineConfig) -> ModelRunner:
         context_tokens=text_config.max_position_embeddings,
         eos_token_ids=_eos_token_ids(model),
     )
-    fused = FusedDecoder(model, facts, shape, num_threads) if can_fuse(model, facts) else None
-    runner = ModelRunner(model, shape, dtype, num_threads, fused)
+    compiled: FusedDecoder | LayerAttention | None = None
+    if can_fuse(model, facts):
+        compiled = FusedDecoder(model, facts, shape, num_threads)
+    elif can_attend(facts):
+        compiled = LayerAttention(facts, dtype, num_threads)
+    runner = ModelRunner(model, shape, dtype, num_threads, compiled)
     verify(runner, name, config.block_size)
     return runner
 
@@ -66,16 +72,21 @@ def _load_model(model_dir: Path, dtype: torch.dtype) -> torch.nn.Module:
     try:
         hf_config = AutoConfig.from_pretrained(model_dir, local_files_only=True)
         name = f"{_architecture(hf_config)} in {model_dir}"
-        model = AutoModelForCausalLM.from_pretrained(
-            model_dir,
-            config=hf_config,
-            dtype=dtype,
-            attn_implementation=ATTENTION_NAME,
-            local_files_only=True,
-            use_safetensors=True,
-        )
+        with TRANSFORMERS_LOCK:
+            model, loaded = AutoModelForCausalLM.from_pretrained(
+                model_dir,
+                config=hf_config,
+                dtype=dtype,
+                attn_implementation=ATTENTION_NAME,
+                local_files_only=True,
+                use_safetensors=True,
+                output_loading_info=True,
+            )
     except Exception as error:  # transformers raises many kinds for files that do not fit
         raise ModelError(f"{name} cannot be served: {error}") from error
+    if loaded["missing_keys"]:
+        missing = ", ".join(sorted(loaded["missing_keys"])[:3])
+        raise ModelError(f"{name} cannot be served: its files have no weights for {missing}")
     return model.eval().requires_grad_(False)
 
 

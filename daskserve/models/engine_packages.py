@@ -1,11 +1,16 @@
-"""torch and transformers, which only building or converting a model needs."""
+"""torch and transformers: what to know when a model is built, converted or loaded."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from daskserve.errors import ModelError
+
+TRANSFORMERS_LOCK = threading.RLock()
+"""Hold it while a model is made: transformers swaps methods of its classes meanwhile, and two
+threads at once would leave them swapped, so that later models lose their tied weights."""
 
 
 @contextmanager

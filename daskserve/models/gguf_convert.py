@@ -14,7 +14,11 @@ from typing import Any
 
 from daskserve.errors import ModelError
 from daskserve.models.byte_tokenizer import write_tokenizer_config
-from daskserve.models.engine_packages import engine_packages, no_progress_bars
+from daskserve.models.engine_packages import (
+    TRANSFORMERS_LOCK,
+    engine_packages,
+    no_progress_bars,
+)
 
 REVISION = 1
 """Part of the cache folder's name; raise it when the result of ``convert`` changes."""
@@ -30,7 +34,7 @@ def convert(gguf: Path, target: Path) -> None:
         from safetensors.torch import save_file
         from transformers import AutoModelForCausalLM, GenerationConfig
     fields = {name: field.contents() for name, field in GGUFReader(gguf).fields.items()}
-    with no_progress_bars():
+    with TRANSFORMERS_LOCK, no_progress_bars():
         model = AutoModelForCausalLM.from_pretrained(
             gguf.parent, gguf_file=gguf.name, dtype=torch.float32
         )

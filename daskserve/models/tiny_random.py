@@ -16,7 +16,11 @@ from typing import Any
 from daskserve.errors import ModelError
 from daskserve.models import byte_tokenizer
 from daskserve.models.cache import build_once
-from daskserve.models.engine_packages import engine_packages, no_progress_bars
+from daskserve.models.engine_packages import (
+    TRANSFORMERS_LOCK,
+    engine_packages,
+    no_progress_bars,
+)
 
 PREFIX = "tiny-random-"
 MOCK = "mock"
@@ -138,7 +142,7 @@ def _write_model(folder: Path, config: dict[str, Any]) -> None:
         import torch
         from transformers import AutoConfig, AutoModelForCausalLM
 
-    with torch.random.fork_rng(devices=[]):
+    with TRANSFORMERS_LOCK, torch.random.fork_rng(devices=[]):
         torch.manual_seed(_SEED)
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
         with torch.no_grad():

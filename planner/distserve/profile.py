@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
+from typing import Any
 
 from daskserve.errors import ConfigError
 
@@ -86,7 +87,7 @@ def _load() -> dict[str, ModelProfile]:
     return {name: _parse(name, entry) for name, entry in models.items()}
 
 
-def _parse(name: str, entry: dict) -> ModelProfile:
+def _parse(name: str, entry: dict[str, Any]) -> ModelProfile:
     coefficients = {
         backend: {
             int(tp): StepCoefficients(

@@ -92,6 +92,10 @@ def _check_lengths(
     """The original waits for ever for a request that no step can take."""
     if len(prompt_tokens) == 0:
         return
+    for name, tokens in (("prompt", prompt_tokens), ("output", output_tokens)):
+        if tokens.min() < 1:
+            row = int(tokens.argmin())
+            raise WorkloadError(f"request {row} has {tokens[row]} {name} tokens, not at least 1")
     if prompt_tokens.max() > costs.prefill_step_tokens:
         row = int(prompt_tokens.argmax())
         raise WorkloadError(

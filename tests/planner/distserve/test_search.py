@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from daskserve.core.slo import SLO
-from daskserve.errors import ConfigError
+from daskserve.errors import ConfigError, WorkloadError
 from daskserve.planner.distserve import (
     Colocated,
     Disaggregated,
@@ -101,6 +101,13 @@ def test_a_looser_limit_never_lowers_the_rate():
         for ttft_s in (0.1, 0.15, 0.2, 0.4)
     ]
     assert rates == sorted(rates)
+
+
+def test_lengths_without_tokens_are_refused():
+    with pytest.raises(WorkloadError, match="request 0 has 0 output tokens"):
+        search_goodput(
+            OPT_13B, Colocated(1, 1), np.array([[5, 0]]), CHAT, SearchSettings(num_requests=1)
+        )
 
 
 @pytest.mark.parametrize("value", [0, -1, float("nan"), float("inf")])

@@ -25,7 +25,7 @@ class RequestLatencies:
 
     @property
     def total_s(self) -> np.ndarray:
-        return np.add(self.ttft_s, self.decode_s)
+        return np.asarray(self.ttft_s + self.decode_s)
 
     def attained(self, slo: SLO) -> float | None:
         """Share of requests that meet both limits; None when there are no requests."""

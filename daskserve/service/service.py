@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import weakref
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -27,8 +26,6 @@ from daskserve.service.local import Cores, local_cluster, own_cluster_config
 from daskserve.service.requests import Prompt, RequestMaker
 from daskserve.service.token_stream import TokenListener, TokenStream
 from daskserve.text.tokenizer import Tokenizer
-
-logger = logging.getLogger(__name__)
 
 _MAP_CHUNK = 500  # requests per graph
 

@@ -50,31 +50,33 @@ def sweep(
         the run under the unscaled SLO was long enough and did not drift.
     """
     _check(rates, slo_scales, seeds)
-    shape = (len(rates), len(slo_scales), len(seeds))
-    shares = {name: np.full(shape, np.nan) for name in ("both", "ttft", "tpot")}
+    scaled = [SLO(slo.ttft_s * k, slo.tpot_s * k, slo.attainment) for k in slo_scales]
+    shares = np.full((3, len(rates), len(slo_scales), len(seeds)), np.nan)
     steady = np.zeros((len(rates), len(seeds)), bool)
     for i, rate in enumerate(rates):
         for k, seed in enumerate(seeds):
-            if rate == 0 or len(workload) == 0:
-                continue
-            trace = _Trace(workload, deployment, slo, rate, seed, arrivals)
-            done, steady[i, k] = trace.run(max_requests)
-            margin = int(len(done) * MARGIN)
-            ttft, tpot = (f(done[margin : len(done) - margin]) for f in (ttft_s, tpot_s))
-            for j, scale in enumerate(slo_scales):
-                scaled = SLO(slo.ttft_s * scale, slo.tpot_s * scale, slo.attainment)
-                shares["both"][i, j, k] = is_met(scaled, ttft, tpot).mean()
-                shares["ttft"][i, j, k] = (ttft <= scaled.ttft_s).mean()
-                shares["tpot"][i, j, k] = (~(tpot > scaled.tpot_s)).mean()
+            if rate > 0 and len(workload) > 0:
+                trace = _Trace(workload, deployment, slo, rate, seed, arrivals)
+                done, steady[i, k] = trace.run(max_requests)
+                shares[:, i, :, k] = _shares(done, scaled)
     dims = ("rate", "slo_scale", "seed")
-    data = {
-        "attainment": (dims, shares["both"]),
-        "ttft_attainment": (dims, shares["ttft"]),
-        "tpot_attainment": (dims, shares["tpot"]),
-        "is_steady": (("rate", "seed"), steady),
-    }
+    names = ("attainment", "ttft_attainment", "tpot_attainment")
+    data = {name: (dims, values) for name, values in zip(names, shares, strict=True)}
     coords = {"rate": list(rates), "slo_scale": list(slo_scales), "seed": list(seeds)}
-    return xr.Dataset(data, coords, {"ttft_s": slo.ttft_s, "tpot_s": slo.tpot_s})
+    attributes = {"ttft_s": slo.ttft_s, "tpot_s": slo.tpot_s}
+    return xr.Dataset(data | {"is_steady": (("rate", "seed"), steady)}, coords, attributes)
+
+
+def _shares(done: np.ndarray, slos: Sequence[SLO]) -> np.ndarray:
+    """Shares that meet both limits, TTFT, TPOT (rows) of each SLO (columns)."""
+    margin = int(len(done) * MARGIN)
+    measured = done[margin : len(done) - margin]
+    ttft, tpot = ttft_s(measured), tpot_s(measured)
+    columns = [
+        (is_met(slo, ttft, tpot).mean(), (ttft <= slo.ttft_s).mean(), (~(tpot > slo.tpot_s)).mean())
+        for slo in slos
+    ]
+    return np.array(columns).T
 
 
 @dataclass(frozen=True, slots=True)

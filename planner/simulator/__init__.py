@@ -18,7 +18,11 @@ __all__ = ["Deployment", "SimulationResult", "Summary", "simulate", "simulate_st
 
 
 def simulate(workload: Workload, deployment: Deployment) -> SimulationResult:
-    """Every request's timeline. An empty workload gives an empty result, whose answers are None."""
+    """Every request's timeline.
+
+    An empty workload gives an empty result, whose answers are None. Prefix blocks of the
+    workload are not used: every prompt is computed whole.
+    """
     done, simulation = run_arrays(deployment, *workload.arrays())
     return SimulationResult(
         timelines=timelines_of(done),

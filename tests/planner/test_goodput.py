@@ -7,9 +7,14 @@ import math
 import numpy as np
 import pytest
 
+from daskserve.core.placement import Parallelism
 from daskserve.core.slo import SLO
 from daskserve.errors import InvalidParameter
+from daskserve.planner.applications import application
 from daskserve.planner.goodput import goodput
+from daskserve.planner.hardware import gpu_named
+from daskserve.planner.latency import DistServeA100
+from daskserve.planner.model_spec import ModelSpec
 from daskserve.planner.simulator import Deployment, simulate
 from daskserve.planner.step_times import StepTimes
 from daskserve.planner.sweep import sweep
@@ -63,6 +68,23 @@ def test_a_short_horizon_cannot_flatter():
     ]
     assert np.mean(short) > 0.9
     assert goodput(TRACE, PREFILL, slo).rate < 1 / SERVICE_S
+
+
+def test_the_published_model_at_a_rate_that_flatters_for_300_requests():
+    """OPT-13B, ShareGPT-like lengths, 6 requests/s: nearly all met at first, few in the end."""
+    chat = application("chatbot-opt-13b")
+    model, gpu = ModelSpec.load("opt-13b"), gpu_named("A100")
+    times = {tp: DistServeA100().step_times(model, gpu, Parallelism(tp, 1)) for tp in (1, 2)}
+    deployment = Deployment.disaggregated(times[2], 1, times[1], 1)
+    trace = chat.workload(5000, rate=1.0)
+
+    def share(count):
+        runs = [simulate(trace.resample(count, 6.0, seed), deployment) for seed in (0, 1)]
+        return np.mean([run.attainment(chat.slo) for run in runs])
+
+    assert share(300) > 0.9
+    assert share(3000) < 0.4
+    assert goodput(trace, deployment, chat.slo, seeds=[0]).rate < 6.0
 
 
 def test_limits_that_tolerate_a_long_queue_do_not_hide_that_it_grows():

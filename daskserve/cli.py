@@ -138,9 +138,7 @@ def run_batch_command(source: str, output: str, **given: Any) -> None:
     config = EngineConfig(model=given["model"], dtype=given["dtype"])
     params, slo = _sampling(given), _slo(given)
     _check_placement(given)
-    for number in (signal.SIGINT, signal.SIGTERM):
-        if signal.getsignal(number) is not signal.SIG_IGN:  # as in a shell's background
-            signal.signal(number, _interrupt)
+    _catch_signals()
     try:
         with BatchJob(
             source,
@@ -161,6 +159,12 @@ def run_batch_command(source: str, output: str, **given: Any) -> None:
     if not given["quiet"]:
         click.echo(str(summary))
     raise SystemExit(summary.exit_code)
+
+
+def _catch_signals() -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as in a shell's background
+            signal.signal(number, _interrupt)
 
 
 def _interrupt(signal_number: int, frame: Any) -> NoReturn:

@@ -117,7 +117,9 @@ class Placement:
         has = {role: self.num_instances(role) > 0 for role in Role}
         if has[Role.PREFILL] != has[Role.DECODE]:
             roles = ", ".join(role for role in Role if has[role])
-            raise InvalidParameter("instances", roles, "must hold both or neither of PREFILL, DECODE")
+            raise InvalidParameter(
+                "instances", roles, "must hold both or neither of PREFILL, DECODE"
+            )
 
     def num_instances(self, role: Role) -> int:
         return sum(instance.role is role for instance in self.instances)

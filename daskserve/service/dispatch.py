@@ -69,7 +69,7 @@ class DispatchPlugin(SchedulerPlugin):
         self.members.start()
 
     def _reset(self) -> None:
-        self.state = DispatchState(self._settings.max_attempts)
+        self.state = DispatchState(self._settings.max_attempts, self._settings.probation_s)
         self.check = None
         if self._settings.check_dispatch:
             self.check = DispatchCheck(self._scheduler, self.state)
@@ -93,7 +93,7 @@ class DispatchPlugin(SchedulerPlugin):
     def remove_worker(self, scheduler: Scheduler, worker: str, **kwargs: Any) -> None:
         try:
             self.members.forget(worker)
-            self.state.remove_instance(worker, is_loss=False)
+            self.state.remove_instance(worker, is_loss=False, now=time.monotonic())
             self._rerun_prefills_of(worker)
             self.wake()
         except Exception:
@@ -116,7 +116,7 @@ class DispatchPlugin(SchedulerPlugin):
     def lose(self, address: str, is_loss: bool) -> None:
         """An instance is gone, its worker perhaps too."""
         self.members.forget(address)
-        self.state.remove_instance(address, is_loss)
+        self.state.remove_instance(address, is_loss, time.monotonic())
         self.wake()
 
     def doom(self, stages: list[Stage], error: DaskserveError) -> None:
@@ -246,16 +246,15 @@ class DispatchPlugin(SchedulerPlugin):
         for instance in self.state.instances.values():
             ws = self._scheduler.workers.get(instance.address)
             instance.is_accepting = ws is not None and ws.status is Status.running
+        now = time.monotonic()
         bound = []
         for role in (Role.DECODE, Role.COLOCATED, Role.PREFILL):
-            while (binding := self.state.next_binding(role)) is not None:
+            while (binding := self.state.next_binding(role, now)) is not None:
                 stage, instance = binding
                 if self.check is not None:
                     self.check.verify_choice(stage, instance)
                 if role is Role.DECODE:
                     self.state.let_go(prefill_key(request_id_of(stage.key)))
-                if stage.is_suspect:
-                    self._start_probation(stage)
                 ts = self._scheduler.tasks[stage.key]
                 ts.worker_restrictions = {instance.address}
                 ts.suspicious = 0  # losses are counted here, see `DispatchState`
@@ -269,17 +268,6 @@ class DispatchPlugin(SchedulerPlugin):
                 ts.worker_restrictions = set(_PARKED)
                 self.state.withdraw(key)
                 self._ready.append(key)
-
-    def _start_probation(self, stage: Stage) -> None:
-        if stage.losses >= self._settings.max_attempts:
-            return  # it survived a probation and lost another instance: alone until it is done
-
-        def clear(losses: int = stage.losses) -> None:
-            if stage.losses == losses:
-                self.state.clear(stage)
-                self.wake()
-
-        asyncio.get_running_loop().call_later(self._settings.probation_s, clear)
 
     def _cancel_orphans(self) -> None:
         orphans, self._orphans = self._orphans, []

@@ -68,13 +68,12 @@ class Stage:
     """The rank made unique; kept when the stage has to run again."""
     losses: int = 0
     """Instances lost while this stage was bound to them."""
+    is_suspect: bool = False
+    """It may have been the cause of a loss."""
     is_convicted: bool = False
     """It took down one instance after another: it must not run again."""
     instance: InstanceState | None = None
-
-    @property
-    def is_suspect(self) -> bool:
-        return self.losses > 0
+    bound_at: float = 0.0
 
     def blocks_on(self, instance: InstanceState) -> int:
         return blocks_for(self.pool_tokens, instance.block_size)
@@ -83,18 +82,22 @@ class Stage:
 class DispatchState:
     """Instances, the stages bound to them, and the stages that wait.
 
-    A stage that was bound to a lost instance is a suspect: it may have brought the instance
+    A stage that was new on an instance when that was lost is a suspect: it may have brought it
     down. Suspects run at most one per instance, beside others, so that a second loss names the
-    culprit and spares everybody else.
+    culprit and spares everybody else. Times are seconds of one monotonic clock.
 
     Parameters
     ----------
     max_losses
         Instances that a stage may lose, the last one while on probation, before it is convicted.
+    probation_s
+        A stage that has run for so long has proved itself; after `max_losses` losses only its
+        end proves anything.
     """
 
-    def __init__(self, max_losses: int) -> None:
+    def __init__(self, max_losses: int, probation_s: float) -> None:
         self._max_losses = max_losses
+        self._probation_s = probation_s
         self.instances: dict[str, InstanceState] = {}
         self.stages: dict[str, Stage] = {}
         self._by_role: dict[Role, list[InstanceState]] = {role: [] for role in Role}
@@ -108,13 +111,13 @@ class DispatchState:
         self.instances[instance.address] = instance
         self._by_role[instance.role].append(instance)
 
-    def remove_instance(self, address: str, is_loss: bool) -> None:
+    def remove_instance(self, address: str, is_loss: bool, now: float) -> None:
         """An instance is gone; what was bound to it is unbound and keeps its ticket.
 
         Parameters
         ----------
         is_loss
-            It went without notice, so what was bound to it is suspected from now on.
+            It went without notice, so what was new on it is suspected from now on.
         """
         instance = self.instances.pop(address, None)
         if instance is None:
@@ -124,10 +127,16 @@ class DispatchState:
             del self._held[key]
         for stage in instance.bound.values():
             stage.instance = None
-            stage.losses += is_loss
-            stage.is_convicted = (
-                is_loss and instance.on_probation is stage and stage.losses >= self._max_losses
-            )
+            if is_loss:
+                self._suspect(stage, instance, now)
+
+    def _suspect(self, stage: Stage, instance: InstanceState, now: float) -> None:
+        stage.losses += 1
+        has_many = stage.losses >= self._max_losses
+        stage.is_convicted = has_many and instance.on_probation is stage
+        # Prompts wait in their instance's queue, so there the time says nothing.
+        is_new = stage.role is Role.PREFILL or now - stage.bound_at < self._probation_s
+        stage.is_suspect = has_many or is_new
 
     def instances_of(self, role: Role) -> list[InstanceState]:
         return self._by_role[role]
@@ -183,7 +192,7 @@ class DispatchState:
         """KV blocks of finished prefills that wait on an instance."""
         return sum(blocks for home, blocks in self._held.values() if home is instance)
 
-    def next_binding(self, role: Role) -> tuple[Stage, InstanceState] | None:
+    def next_binding(self, role: Role, now: float) -> tuple[Stage, InstanceState] | None:
         """Bind the next stage that an instance has room for; None when all wait on.
 
         First come first served: a stage that needs more room than there is holds up those
@@ -195,21 +204,31 @@ class DispatchState:
             free = [i for i in self._by_role[role] if i.on_probation is None and i.is_accepting]
             chosen = choose(suspect, free)
             if chosen is not None:
-                return self._bind(suspect, chosen)
+                return self._bind(suspect, chosen, now)
             if free:
                 return None
         stage = next(iter(self._waiting[role].values()), None)
         chosen = choose(stage, self._by_role[role]) if stage is not None else None
-        return self._bind(stage, chosen) if chosen is not None else None
+        return self._bind(stage, chosen, now) if chosen is not None else None
 
-    def clear(self, stage: Stage) -> None:
-        """A suspect has proved itself: the next one may run on its instance."""
-        if stage.instance is not None and stage.instance.on_probation is stage:
-            stage.instance.on_probation = None
+    def end_probations(self, now: float) -> bool:
+        """Let the next suspect run where one has proved itself; True if there is any."""
+        has_ended = False
+        for instance in self.instances.values():
+            stage = instance.on_probation
+            if stage is None or stage.losses >= self._max_losses:
+                continue
+            if now - stage.bound_at >= self._probation_s:
+                instance.on_probation = None
+                has_ended = True
+        return has_ended
 
-    def _bind(self, stage: Stage, instance: InstanceState) -> tuple[Stage, InstanceState]:
+    def _bind(
+        self, stage: Stage, instance: InstanceState, now: float
+    ) -> tuple[Stage, InstanceState]:
         self._dequeue(stage)
         stage.instance = instance
+        stage.bound_at = now
         instance.bound[stage.key] = stage
         instance.queued_tokens += stage.prompt_tokens
         instance.used_blocks += stage.blocks_on(instance)

@@ -15,7 +15,7 @@ from daskserve.core.instance import EngineConfig, Role
 from daskserve.errors import ConfigError
 
 _HOST = "127.0.0.1"
-WORKER_TTL = "15s"
+WORKER_TTL = "30s"
 """Without a heartbeat for so long a worker is replaced; loading a model must not take it up."""
 
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")

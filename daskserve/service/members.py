@@ -176,6 +176,8 @@ class Members:
 
     def _tick(self) -> None:
         now = time.monotonic()
+        if self._dispatch.state.end_probations(now):
+            self._dispatch.wake()
         for role in Role:
             if self._dispatch.state.num_waiting(role):
                 self._look_after(role, now)

@@ -10,10 +10,11 @@ from daskserve.core.instance import Role
 from daskserve.service.dispatch_state import DispatchState, InstanceState, Stage
 
 BLOCK = 16
+PROBATION_S = 2.0
 
 
 def state_with(role: Role, *sizes: int, slots: int = 8, max_losses: int = 2) -> DispatchState:
-    state = DispatchState(max_losses)
+    state = DispatchState(max_losses, probation_s=PROBATION_S)
     for index, num_blocks in enumerate(sizes):
         state.add_instance(InstanceState(f"w{index}", role, slots, num_blocks, BLOCK))
     return state
@@ -23,9 +24,9 @@ def arrive(state: DispatchState, role: Role, *tokens: int, name: str = "s") -> l
     return [state.arrive(Stage(f"{name}{i}", role, n, n)) for i, n in enumerate(tokens)]
 
 
-def bind_all(state: DispatchState, role: Role) -> list[tuple[str, str]]:
+def bind_all(state: DispatchState, role: Role, now: float = 0.0) -> list[tuple[str, str]]:
     bound = []
-    while (binding := state.next_binding(role)) is not None:
+    while (binding := state.next_binding(role, now)) is not None:
         stage, instance = binding
         bound.append((stage.key, instance.address))
     return bound
@@ -88,39 +89,71 @@ def test_a_rerun_keeps_its_place_in_line():
     state = state_with(Role.DECODE, 4, 4)
     first, *_ = arrive(state, Role.DECODE, *[4 * BLOCK] * 4)
     bind_all(state, Role.DECODE)
-    state.remove_instance("w0", is_loss=False)
+    state.remove_instance("w0", is_loss=False, now=0.0)
     state.arrive(first)
     state.leave("s1")
     assert bind_all(state, Role.DECODE) == [("s0", "w1")]
 
 
+def lose(state: DispatchState, role: Role, address: str, now: float) -> None:
+    """Lose an instance, have a new one, and all that is unfinished arrive again."""
+    state.remove_instance(address, is_loss=True, now=now)
+    state.add_instance(InstanceState(f"after-{address}", role, 8, 100, BLOCK))
+    for stage in list(state.stages.values()):
+        if not stage.is_convicted:
+            state.arrive(stage)
+
+
 def test_suspects_run_one_by_one_beside_the_others():
     state = state_with(Role.DECODE, 100)
-    suspects = arrive(state, Role.DECODE, BLOCK, BLOCK)
-    bind_all(state, Role.DECODE)
-    state.remove_instance("w0", is_loss=True)
-    state.add_instance(InstanceState("w1", Role.DECODE, 8, 100, BLOCK))
-    for stage in suspects:
-        state.arrive(stage)
+    arrive(state, Role.DECODE, BLOCK, BLOCK)
+    bind_all(state, Role.DECODE, now=0.0)
+    lose(state, Role.DECODE, "w0", now=1.0)
     arrive(state, Role.DECODE, BLOCK, name="fresh")
-    assert bind_all(state, Role.DECODE) == [("s0", "w1"), ("fresh0", "w1")]
-    state.clear(suspects[0])
-    assert bind_all(state, Role.DECODE) == [("s1", "w1")]
+    assert [key for key, _ in bind_all(state, Role.DECODE, now=5.0)] == ["s0", "fresh0"]
+    assert not state.end_probations(now=6.9)
+    assert state.end_probations(now=7.0)
+    assert [key for key, _ in bind_all(state, Role.DECODE, now=7.0)] == ["s1"]
 
 
-def test_the_one_on_probation_is_convicted_and_no_other():
-    state = state_with(Role.DECODE, 100, 100, 100)
-    for address in ("w0", "w1"):
-        for stage in arrive(state, Role.DECODE, BLOCK, BLOCK):
-            state.arrive(stage)
-        state.instances["w2"].is_accepting = False
-        if address == "w0":
-            state.instances["w1"].is_accepting = False
-        else:
-            state.instances["w1"].is_accepting = True
-        bind_all(state, Role.DECODE)
-        state.remove_instance(address, is_loss=True)
+def test_whoever_dies_on_probation_is_convicted_and_no_other():
+    state = state_with(Role.DECODE, 100)
+    arrive(state, Role.DECODE, BLOCK, BLOCK)
+    bind_all(state, Role.DECODE, now=0.0)
+    lose(state, Role.DECODE, "w0", now=0.5)
+    arrive(state, Role.DECODE, BLOCK, name="fresh")
+    bind_all(state, Role.DECODE, now=1.0)
+    lose(state, Role.DECODE, "after-w0", now=1.5)
+    convicted = [s.key for s in state.stages.values() if s.is_convicted]
+    suspects = [s.key for s in state.stages.values() if s.is_suspect and not s.is_convicted]
+    assert (convicted, suspects) == (["s0"], ["s1", "fresh0"])
+
+
+def test_what_has_run_for_long_is_no_suspect():
+    state = state_with(Role.DECODE, 100)
+    arrive(state, Role.DECODE, BLOCK, BLOCK)
+    bind_all(state, Role.DECODE, now=0.0)
+    lose(state, Role.DECODE, "w0", now=3.0)
+    assert [key for key, _ in bind_all(state, Role.DECODE, now=3.0)] == ["s0", "s1"]
+
+
+def test_a_late_culprit_is_convicted_with_its_third_instance():
+    state = state_with(Role.DECODE, 100)
+    arrive(state, Role.DECODE, BLOCK, BLOCK)
+    for number, address in enumerate(["w0", "after-w0", "after-after-w0"]):
+        bind_all(state, Role.DECODE, now=10.0 * number)
+        state.end_probations(now=10.0 * number + 5)
+        bind_all(state, Role.DECODE, now=10.0 * number + 5)
+        lose(state, Role.DECODE, address, now=10.0 * number + 9)
     assert [s.is_convicted for s in state.stages.values()] == [True, False]
+
+
+def test_a_worker_that_leaves_orderly_makes_nobody_suspect():
+    state = state_with(Role.PREFILL, 100)
+    [stage] = arrive(state, Role.PREFILL, BLOCK)
+    bind_all(state, Role.PREFILL)
+    state.remove_instance("w0", is_loss=False, now=0.1)
+    assert not stage.is_suspect and not stage.losses
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -52,7 +52,7 @@ class Trap(WorkerPlugin):
 
 @pytest.fixture
 def local(mock) -> Iterator[Service]:
-    settings = {"check-dispatch": True, "probation-s": 0.5, "no-instance-timeout-s": 20}
+    settings = {"check-dispatch": True, "probation-s": 0.5}
     with dask.config.set({f"daskserve.service.{key}": value for key, value in settings.items()}):
         config = mock(mock_decode_s=0.005, max_batch_size=8, num_kv_blocks=400)
         service = Service.local(prefill=1, decode=2, config=config)

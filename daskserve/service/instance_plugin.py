@@ -42,6 +42,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_LOADING_GRACE_S = 2.0
+
 
 class InstancePlugin(WorkerPlugin):
     """Runs one instance on the worker; does nothing on workers without a role.
@@ -68,7 +70,7 @@ class InstancePlugin(WorkerPlugin):
         if self._role is None:
             return
         self._tokens = TokenSenders(worker.security)
-        self._has_failed = False
+        self._is_over = False
         worker.handlers[LOAD] = self._load_counters
         worker.stream_handlers[FREE_KV] = self._free_kv
         worker.stream_handlers[KEEP_KV] = self._keep_kv
@@ -79,9 +81,9 @@ class InstancePlugin(WorkerPlugin):
     async def teardown(self, worker: Worker) -> None:
         if self._role is None:
             return
-        self._has_failed = True  # nothing to report any more
-        self._loading.cancel()
-        await asyncio.wait([self._loading])
+        self._is_over = True
+        # A model that is still loading cannot be stopped: it closes itself once it is there.
+        await asyncio.wait([self._loading], timeout=_LOADING_GRACE_S)
         for name in (LOAD, OPERATION):
             worker.handlers.pop(name, None)
         await self._tokens.close()
@@ -130,9 +132,9 @@ class InstancePlugin(WorkerPlugin):
 
     def lose(self, error: InstanceLost) -> None:
         """The engine died: have the worker process replaced, with all that runs on it."""
-        if self._has_failed:
+        if self._is_over:
             return
-        self._has_failed = True
+        self._is_over = True
         logger.error("the instance on %s is lost: %s", self._worker.address, error)
         self._report(LOST, error=str(error))
         self._worker.loop.add_callback(
@@ -142,12 +144,16 @@ class InstancePlugin(WorkerPlugin):
     async def _load(self) -> None:
         try:
             instance = await asyncio.to_thread(_build, self._role, self._config)
+            if self._is_over:
+                await instance.close()
+                return
             instance.clock_offset_s = await clock_offset_s(getattr(self._worker.scheduler, CLOCK))
         except Exception as error:
             is_ours = isinstance(error, DaskserveError)
             text = str(error) if is_ours else f"{type(error).__name__}: {error}"
             logger.error("the instance on %s failed to load: %s", self._worker.address, text)
-            self._report(FAILED, error=text)
+            if not self._is_over:
+                self._report(FAILED, error=text)
             return
         self._instance = instance
         server = KVServer(
@@ -161,7 +167,7 @@ class InstancePlugin(WorkerPlugin):
         report = Report(
             status=status,
             role=self._role.value,
-            slots=int(self._worker.state.total_resources[self._role.value]),
+            slots=_num_slots(self._worker, self._role),
             config_id=config_id(self._config),
             info=info or {},
             error=error,
@@ -180,6 +186,12 @@ class InstancePlugin(WorkerPlugin):
     def _keep_kv(self, request_ids: list[str]) -> None:
         if self._instance is not None:
             self._instance.keep(request_ids)
+
+
+def _num_slots(worker: Worker, role: Role) -> int:
+    """Tasks that Dask runs at once on the worker: one per unit of the role and per thread."""
+    units = int(worker.state.total_resources[role.value])
+    return max(min(units, worker.state.nthreads), 1)
 
 
 def config_id(config: EngineConfig) -> str:

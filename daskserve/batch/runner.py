@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -160,19 +160,26 @@ class BatchJob:
         return summary
 
     def _answer(self, service: Service, view: ProgressView) -> None:
-        rows = self._file.rows(self._found.form)
+        digest = hashlib.sha256()
+        rows = self._file.rows(self._found.form, digest)
         todo = (row for row in rows if row.number not in self._writer)
-        while self._fill(service, todo) or self._window:
+        self._fill(service, todo)
+        while self._window:
             for finished in self._window.wait():
                 self._settle(finished)
+            self._fill(service, todo)
             view.update()
         self._write_lost()
+        if digest.hexdigest() != self._found.sha256:
+            raise BatchError(
+                f"input {self._file.path} was changed while the job ran; --restart to answer it "
+                "as it is now"
+            )
 
-    def _fill(self, service: Service, todo: Iterator[Row]) -> bool:
-        """Submit rows until the window is full; False when there are no more."""
-        batch, num_taken = [], 0
-        for row in islice(todo, self._window.room):
-            num_taken += 1
+    def _fill(self, service: Service, todo: Iterator[Row]) -> None:
+        """Submit rows until the window is full, or there are no more."""
+        batch = []
+        while self._window.room > len(batch) and (row := next(todo, None)) is not None:
             try:
                 prompt, params = prompt_of(row, self._params, self._model)
                 batch.append((row, service.validate(prompt, params)))
@@ -180,7 +187,6 @@ class BatchJob:
                 self._write_error(row, error)
         if batch:
             self._window.submit(batch)
-        return num_taken > 0
 
     def _settle(self, finished: Finished) -> None:
         if finished.is_lost:

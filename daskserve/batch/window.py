@@ -38,6 +38,8 @@ _WORTH_A_RETRY = (FutureCancelledError, OSError, TimeoutError, EngineStepFailed)
 def window_size(service: Service, given: int | None) -> int:
     """Rows in flight: enough that no decode slot waits for the next row to be submitted."""
     slots = sum(i.max_batch_size for i in service.info() if i.role is not Role.PREFILL)
+    # At this moment none may be ready: one that died is starting again.
+    slots = slots or service.config.max_batch_size
     if given is None:
         return 2 * slots
     if given < 1:

@@ -100,6 +100,8 @@ class ResultWriter:
 
     def finish(self) -> None:
         """All rows are written: bring the output into its place."""
+        if len(self) != self._journal.written.num_rows:
+            raise RuntimeError(f"{len(self)} of {self._journal.written.num_rows} rows are written")
         try:
             self._sync()
             if self._format != "jsonl":

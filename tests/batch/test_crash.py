@@ -175,6 +175,28 @@ def test_job_without_instances_stops_and_goes_on(cluster, source, tmp_path, expe
     assert set(output.read_text().splitlines()) < set(expected)
 
 
+def test_job_that_finds_no_instance_is_not_complete(cluster, source, tmp_path):
+    with (
+        dask.config.set({"daskserve.service.no-instance-timeout-s": 0.5}),
+        Client(cluster) as client,
+        Service.attach(client, EngineConfig(model="mock")) as service,
+    ):
+        client.retire_workers([i.address for i in service.info()])
+        assert service.info() == []
+        with pytest.raises(BatchError, match="run the same command again to go on"):
+            run_batch(service, source, tmp_path / "out.jsonl", params=PARAMS)
+
+
+def test_input_changed_while_the_job_runs_is_noticed(service, source, tmp_path):
+    output = tmp_path / "out.jsonl"
+    with ThreadPoolExecutor(1) as pool:
+        job = start_job(pool, service, source, output)
+        with source.open("a") as file:
+            file.write("\n")
+        with pytest.raises(BatchError, match="was changed while the job ran"):
+            job.result(60)
+
+
 def test_job_without_scheduler_stops_and_goes_on(cluster, service, source, tmp_path, expected):
     output = tmp_path / "out.jsonl"
     with Client(cluster) as client, ThreadPoolExecutor(1) as pool:

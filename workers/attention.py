@@ -2,7 +2,8 @@
 
 transformers calls it once per layer with the packed queries, keys and values of all rows of the
 step. It writes the new K and V into their pages, then lets each row attend to its own context:
-to the packed K and V where nothing is cached, else to the row's pages.
+to the packed K and V where nothing is cached, else to the row's pages. Most models do this in the
+kernels; soft-capping, sinks and odd sizes take the torch path below.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ import torch.nn.functional as F
 from transformers import AttentionInterface
 
 from daskserve.errors import ModelError
-from daskserve.workers.forward import ForwardBatch
+from daskserve.workers.forward import ForwardBatch, LayerFacts
+from daskserve.workers.layer_attention import LayerAttention
 
 ATTENTION_NAME = "daskserve_paged"
 
@@ -31,31 +33,26 @@ class PagedStep:
 
     pages: torch.Tensor
     batch: ForwardBatch
-    write_pages: torch.Tensor
-    write_offsets: torch.Tensor
+    kernels: LayerAttention | None
+    """Begun for this batch; None computes in torch."""
+    write_pages: torch.Tensor | None = None
+    write_offsets: torch.Tensor | None = None
 
     @classmethod
-    def of(cls, pages: torch.Tensor, batch: ForwardBatch) -> PagedStep:
+    def of(
+        cls, pages: torch.Tensor, batch: ForwardBatch, kernels: LayerAttention | None
+    ) -> PagedStep:
         """Find the page and the offset of every new token."""
+        if kernels is not None:
+            kernels.begin(batch, pages)
+            return cls(pages, batch, kernels)
         block_size = pages.shape[4]
         positions = torch.from_numpy(batch.positions)
         lengths = torch.from_numpy(batch.query_start).diff()
         rows = torch.repeat_interleave(torch.arange(batch.num_rows), lengths)
         table = torch.from_numpy(batch.page_table)
         write_pages = table[rows, positions // block_size].long()
-        return cls(pages, batch, write_pages, positions % block_size)
-
-
-@dataclass(frozen=True, slots=True)
-class LayerFacts:
-    """What one layer asks of attention."""
-
-    num_kv_heads: int
-    head_dim: int
-    scaling: float
-    window: int | None
-    is_plain: bool
-    """Whether a softmax over the causal window is all there is: no soft-capping, no sinks."""
+        return cls(pages, batch, None, write_pages, positions % block_size)
 
 
 @dataclass(slots=True)
@@ -87,9 +84,12 @@ def paged_attention(
         scaling = query.shape[-1] ** -0.5
     if isinstance(paged, AttentionRecorder):
         is_plain = softcap is None and s_aux is None
-        facts = LayerFacts(key.shape[1], key.shape[3], scaling, sliding_window, is_plain)
-        paged.layers[layer] = facts
+        paged.layers[layer] = LayerFacts(
+            query.shape[1], key.shape[1], key.shape[3], scaling, sliding_window, is_plain
+        )
         return torch.zeros_like(query).transpose(1, 2), None
+    if paged.kernels is not None:
+        return paged.kernels.attend(layer, query[0], key[0], value[0])[None], None
     keys, values = key[0].transpose(0, 1), value[0].transpose(0, 1)
     layer_pages = paged.pages[:, layer]
     layer_pages[paged.write_pages, 0, :, paged.write_offsets] = keys

@@ -21,6 +21,19 @@ class ModelShape:
     eos_token_ids: frozenset[int]
 
 
+@dataclass(frozen=True, slots=True)
+class LayerFacts:
+    """What one layer asks of attention."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scaling: float
+    window: int | None
+    is_plain: bool
+    """Whether a softmax over the causal window is all there is: no soft-capping, no sinks."""
+
+
 @dataclass(slots=True)
 class ForwardBatch:
     """New tokens of R requests, packed one after the other, with the KV pages of each request.

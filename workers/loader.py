@@ -15,6 +15,7 @@ from daskserve.models.engine_packages import TRANSFORMERS_LOCK
 from daskserve.workers.attention import ATTENTION_NAME
 from daskserve.workers.forward import ModelShape
 from daskserve.workers.fused import FusedDecoder, can_fuse
+from daskserve.workers.layer_attention import LayerAttention, can_attend
 from daskserve.workers.probe import discover, verify
 from daskserve.workers.runner import ModelRunner
 
@@ -53,8 +54,12 @@ def load_runner(model_dir: Path, config: EngineConfig) -> ModelRunner:
         context_tokens=text_config.max_position_embeddings,
         eos_token_ids=_eos_token_ids(model),
     )
-    fused = FusedDecoder(model, facts, shape, num_threads) if can_fuse(model, facts) else None
-    runner = ModelRunner(model, shape, dtype, num_threads, fused)
+    compiled: FusedDecoder | LayerAttention | None = None
+    if can_fuse(model, facts):
+        compiled = FusedDecoder(model, facts, shape, num_threads)
+    elif can_attend(facts):
+        compiled = LayerAttention(facts, dtype, num_threads)
+    runner = ModelRunner(model, shape, dtype, num_threads, compiled)
     verify(runner, name, config.block_size)
     return runner
 

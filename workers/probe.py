@@ -12,8 +12,8 @@ import numpy as np
 import torch
 
 from daskserve.errors import ModelError
-from daskserve.workers.attention import ATTENTION_NAME, AttentionRecorder, LayerFacts
-from daskserve.workers.forward import ForwardBatch
+from daskserve.workers.attention import ATTENTION_NAME, AttentionRecorder
+from daskserve.workers.forward import ForwardBatch, LayerFacts
 
 if TYPE_CHECKING:
     from daskserve.workers.runner import ModelRunner

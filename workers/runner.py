@@ -9,6 +9,7 @@ from daskserve.workers.attention import PagedStep
 from daskserve.workers.forward import ForwardBatch, ModelShape, Runner
 from daskserve.workers.fused import FusedDecoder
 from daskserve.workers.kernels.vector import LANES
+from daskserve.workers.layer_attention import LayerAttention
 
 __all__ = ["ForwardBatch", "ModelRunner", "ModelShape", "Runner"]
 
@@ -24,8 +25,8 @@ class ModelRunner:
         Sizes of the model and the type of its weights and KV.
     num_threads
         Threads of the matrix products; set on whichever thread calls ``forward``.
-    fused
-        The compiled step, for families that have one.
+    compiled
+        The compiled step or attention, for models that have one.
     """
 
     def __init__(
@@ -34,13 +35,13 @@ class ModelRunner:
         shape: ModelShape,
         dtype: torch.dtype,
         num_threads: int,
-        fused: FusedDecoder | None = None,
+        compiled: FusedDecoder | LayerAttention | None = None,
     ) -> None:
         self.model = model
         self.shape = shape
         self.dtype = dtype
         self.num_threads = num_threads
-        self.fused = fused
+        self.compiled = compiled
         self.pages: torch.Tensor | None = None
 
     def bind(self, pool_pages: torch.Tensor) -> None:
@@ -57,11 +58,12 @@ class ModelRunner:
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         """float32 logits ``[R, vocab]`` of each row's last token; writes the new tokens' KV."""
-        if self.fused is not None and self.pages.shape[4] % LANES == 0:
-            return self.fused.forward(batch, self.pages)
+        compiled = self.compiled if self.pages.shape[4] % LANES == 0 else None
+        if isinstance(compiled, FusedDecoder):
+            return compiled.forward(batch, self.pages)
         if torch.get_num_threads() != self.num_threads:
             torch.set_num_threads(self.num_threads)
-        return self._forward_modules(PagedStep.of(self.pages, batch))
+        return self._forward_modules(PagedStep.of(self.pages, batch, compiled))
 
     def _forward_modules(self, step: PagedStep) -> torch.Tensor:
         batch = step.batch

@@ -51,6 +51,16 @@ _OPT = dict(
     init_std=0.15,
     word_embed_proj_dim=48,
 )
+_GPT2 = dict(
+    vocab_size=VOCAB,
+    n_embd=48,
+    n_layer=3,
+    n_head=6,
+    n_positions=256,
+    initializer_range=0.15,
+    bos_token_id=1,
+    eos_token_id=2,
+)
 _MOE = dict(moe_intermediate_size=32, num_experts=4, num_experts_per_tok=2)
 
 FAMILIES: dict[str, tuple[str, dict]] = {
@@ -65,47 +75,53 @@ FAMILIES: dict[str, tuple[str, dict]] = {
     "gemma2": ("gemma2", _ROTARY | dict(sliding_window=9, query_pre_attn_scalar=16)),
     "gemma3": ("gemma3_text", _ROTARY | dict(sliding_window=9, sliding_window_pattern=2)),
     "phi3": ("phi3", _ROTARY | dict(sliding_window=None)),
-    "gpt2": (
-        "gpt2",
-        dict(vocab_size=VOCAB, n_embd=48, n_layer=3, n_head=6, n_positions=256)
-        | dict(initializer_range=0.15, bos_token_id=1, eos_token_id=2),
-    ),
+    "gpt2": ("gpt2", _GPT2),
     "gpt_neox": ("gpt_neox", _ROTARY),
     "olmo2": ("olmo2", _ROTARY),
     "granite": ("granite", _ROTARY | dict(attention_multiplier=0.2, residual_multiplier=0.5)),
     "smollm3": ("smollm3", _ROTARY | dict(no_rope_layers=[1, 0, 1], use_sliding_window=False)),
 }
 
-# The same families with sizes that the compiled step takes.
-_WIDE = _ROTARY | dict(hidden_size=96, intermediate_size=80, head_dim=32, num_key_value_heads=3)
-_WIDE |= dict(num_attention_heads=6)
+# Sizes that the kernels take: heads of 32 features.
+_WIDE = _ROTARY | dict(hidden_size=192, num_attention_heads=6, num_key_value_heads=3, head_dim=32)
+_WIDE_OPT = _OPT | dict(hidden_size=192, word_embed_proj_dim=192)
+_LLAMA3_ROTATION = dict(
+    rope_type="llama3",
+    rope_theta=1e4,
+    factor=4.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+    original_max_position_embeddings=32,
+)
+
 FUSED: dict[str, tuple[str, dict]] = {
-    "fused-llama": ("llama", _WIDE),
-    "fused-llama-one-kv-head": (
-        "llama",
-        _WIDE | dict(num_attention_heads=6, num_key_value_heads=1),
-    ),
+    "fused-llama": ("llama", _WIDE | dict(hidden_size=96)),
+    "fused-llama-one-kv-head": ("llama", _WIDE | dict(num_key_value_heads=1)),
     "fused-llama-scaled": (
         "llama",
-        _WIDE
-        | dict(
-            tie_word_embeddings=True,
-            rope_parameters=dict(rope_type="llama3", rope_theta=1e4, factor=4.0)
-            | dict(low_freq_factor=1.0, high_freq_factor=4.0)
-            | dict(original_max_position_embeddings=32),
-        ),
+        _WIDE | dict(tie_word_embeddings=True, rope_parameters=_LLAMA3_ROTATION),
     ),
     "fused-mistral": ("mistral", _WIDE | dict(sliding_window=19)),
     "fused-qwen2": (
         "qwen2",
-        _WIDE
-        | dict(hidden_size=192, use_sliding_window=True, sliding_window=19, max_window_layers=1),
+        _WIDE | dict(use_sliding_window=True, sliding_window=19, max_window_layers=1),
     ),
     "fused-qwen3": ("qwen3", _WIDE | dict(head_dim=64)),
     "fused-smollm3": (
         "smollm3",
-        _WIDE | dict(hidden_size=192, no_rope_layers=[1, 0, 1], use_sliding_window=False),
+        _WIDE | dict(no_rope_layers=[1, 0, 1], use_sliding_window=False),
     ),
+}
+ATTENDED: dict[str, tuple[str, dict]] = {
+    "wide-opt": ("opt", _WIDE_OPT),
+    "wide-qwen3_moe": ("qwen3_moe", _WIDE | _MOE),
+    "wide-mixtral": ("mixtral", _WIDE | dict(num_local_experts=4, sliding_window=19)),
+    "wide-gemma3": ("gemma3_text", _WIDE | dict(sliding_window=19, sliding_window_pattern=2)),
+    "wide-phi3": ("phi3", _WIDE | dict(sliding_window=None)),
+    "wide-gpt2": ("gpt2", _GPT2 | dict(n_embd=192)),
+    "wide-gpt_neox": ("gpt_neox", _WIDE),
+    "wide-olmo2": ("olmo2", _WIDE),
+    "wide-granite": ("granite", _WIDE | dict(attention_multiplier=0.2, residual_multiplier=0.5)),
 }
 
 OTHERS: dict[str, tuple[str, dict]] = {
@@ -119,7 +135,7 @@ OTHERS: dict[str, tuple[str, dict]] = {
 
 def build(name: str, folder: Path) -> Path:
     """Write a random fp32 model of this family as a model directory."""
-    model_type, settings = (FAMILIES | FUSED | OTHERS)[name]
+    model_type, settings = (FAMILIES | FUSED | ATTENDED | OTHERS)[name]
     torch.manual_seed(0)
     config = AutoConfig.for_model(model_type, **settings)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -143,6 +159,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("family", FAMILIES)
     if "fused_family" in metafunc.fixturenames:
         metafunc.parametrize("fused_family", FUSED)
+    if "attended_family" in metafunc.fixturenames:
+        metafunc.parametrize("attended_family", ATTENDED)
 
 
 class Rig:

@@ -12,6 +12,8 @@ from transformers import AutoModelForCausalLM
 from daskserve.core.instance import EngineConfig
 from daskserve.errors import ModelError
 from daskserve.workers.forward import ForwardBatch
+from daskserve.workers.fused import FusedDecoder
+from daskserve.workers.layer_attention import LayerAttention
 from daskserve.workers.loader import load_runner
 from daskserve.workers.runner import ModelRunner
 
@@ -115,7 +117,12 @@ def test_every_family_equals_generate_under_every_schedule(family, family_dir) -
 @pytest.mark.parametrize("num_threads", [1, 2])
 def test_the_compiled_step_equals_generate(fused_family, num_threads, family_dir) -> None:
     runner = check_schedules(family_dir(fused_family), num_threads, block_size=16)
-    assert runner.fused is not None
+    assert isinstance(runner.compiled, FusedDecoder)
+
+
+def test_the_compiled_attention_equals_generate(attended_family, family_dir) -> None:
+    runner = check_schedules(family_dir(attended_family), num_threads=1, block_size=32)
+    assert isinstance(runner.compiled, LayerAttention)
 
 
 def test_bfloat16_is_near_float32(family, family_dir) -> None:
@@ -124,6 +131,10 @@ def test_bfloat16_is_near_float32(family, family_dir) -> None:
 
 def test_the_compiled_step_in_bfloat16_is_near_float32(fused_family, family_dir) -> None:
     check_bfloat16(family_dir(fused_family))
+
+
+def test_the_compiled_attention_in_bfloat16_is_near_float32(attended_family, family_dir) -> None:
+    check_bfloat16(family_dir(attended_family))
 
 
 def check_bfloat16(model_dir: Path) -> None:

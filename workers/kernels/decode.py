@@ -14,7 +14,7 @@ from daskserve.workers.kernels.layers import (
 )
 from daskserve.workers.kernels.matmul import close_tiles, open_tiles
 from daskserve.workers.kernels.paged import attend, spread_values
-from daskserve.workers.kernels.team import COUNTER, atomic_add, atomic_load, wait_for_all
+from daskserve.workers.kernels.team import COUNTER, reset, wait_for_all
 
 
 @kernel
@@ -53,8 +53,7 @@ def _run_layer(thread, num_threads, decoder, work, step, layer, scratch):
     attend(thread, decoder, work, step, layer, scratch)
     wait_for_all(work.sync, num_threads)
     if thread == 0:
-        counter = work.sync + 8 * COUNTER
-        atomic_add(counter, -atomic_load(counter))
+        reset(work.sync + 8 * COUNTER)
     output = decoder.output + layer * hidden * features * element
     project_residual(
         thread, num_threads, decoder, work, step, output, features, work.attended, scratch

@@ -19,6 +19,7 @@ from daskserve.models.cache import cache_dir
 
 _SOURCES = sorted(Path(__file__).parent.glob("*.py"))
 _DIGEST = hashlib.sha256(b"".join(path.read_bytes() for path in _SOURCES)).hexdigest()[:16]
+_FOLDER = cache_dir() / "kernels" / _DIGEST
 
 
 def kernel(function: Callable) -> Callable:
@@ -41,7 +42,7 @@ def pointer(signature: typing.Signature) -> Callable[[Callable], Callable[[], in
 
 def _cached_here(decorate: Callable, function: Callable) -> Callable:
     previous = config.CACHE_DIR
-    config.CACHE_DIR = str(cache_dir() / "kernels" / _DIGEST)
+    config.CACHE_DIR = str(_FOLDER)
     try:
         return decorate(function)
     finally:

@@ -13,6 +13,7 @@ from daskserve.workers.kernels.matmul import ROWS, STEP_BYTES, multiply
 from daskserve.workers.kernels.packing import pack_pair, store_transposed
 from daskserve.workers.kernels.tables import (
     LANE_FIELDS,
+    LANE_INDEX,
     LANE_KV,
     LANE_POSITION,
     LANE_TOKEN,
@@ -84,11 +85,11 @@ def embed(thread, num_threads, decoder, work, step):
     for block in range(low, high):
         residual = work.residual + block * decoder.hidden * 64
         for lane in range(LANES):
-            token = lane_field(step, block * LANES + lane, LANE_TOKEN)
-            if token < 0:
+            if lane_field(step, block * LANES + lane, LANE_INDEX) < 0:
                 for feature in range(decoder.hidden):
                     store_scalar(residual + feature * 64 + lane * 4, np.float32(0.0))
                 continue
+            token = lane_field(step, block * LANES + lane, LANE_TOKEN)
             source = decoder.embedding + token * row_bytes
             for feature in range(decoder.hidden):
                 value = load_weight(decoder, source + feature * decoder.element)

@@ -97,8 +97,9 @@ class Step(NamedTuple):
     """float32 [rows][vocab]."""
 
 
-LANE_TOKEN, LANE_POSITION, LANE_KV, LANE_FIELDS = 0, 1, 2, 3
-"""Token id or -1 for an empty lane; position; address of its K in layer 0, head 0, or 0."""
+LANE_INDEX, LANE_TOKEN, LANE_POSITION, LANE_KV, LANE_FIELDS = 0, 1, 2, 3, 4
+"""Place in the batch or -1 for an empty lane; token id; position; address of its K in layer 0 and
+head 0, or 0."""
 
 ROW_CONTEXT, ROW_TABLE, ROW_VALUES, ROW_LANE, ROW_FIELDS = 0, 1, 2, 3, 4
 """Tokens seen; address of its int32 page ids; offset of its values or -1; its last token's lane."""
@@ -153,7 +154,7 @@ def lay_out(batch, table_address, pool, sizes, lanes, rows, items):
     """
     _, _, query_start, context_tokens, page_table = batch
     num_kv_heads, token_bytes = sizes
-    lanes[:, LANE_TOKEN] = -1
+    lanes[:, LANE_INDEX] = -1
     lanes[:, LANE_KV] = 0
     lane, num_items, values_bytes = 0, 0, 0
     for prompts in (True, False):
@@ -191,6 +192,7 @@ def _fill_lanes(batch, row, pool, token_bytes, lanes, lane):
     for token in range(query_start[row], query_start[row + 1]):
         position = positions[token]
         page = np.int64(page_table[row, position // block_size])
+        lanes[lane, LANE_INDEX] = token
         lanes[lane, LANE_TOKEN] = token_ids[token]
         lanes[lane, LANE_POSITION] = position
         lanes[lane, LANE_KV] = pages + page * page_bytes + position % block_size * token_bytes

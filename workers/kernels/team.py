@@ -6,7 +6,9 @@ fight it for the cores. Kernels that run a whole step need only plain threads wi
 
 from __future__ import annotations
 
+import platform
 import queue
+import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -18,10 +20,14 @@ from daskserve.workers.kernels.cpu import IS_X86
 from daskserve.workers.kernels.jit import kernel
 from daskserve.workers.kernels.vector import call_llvm, define, i64, ir
 
-BARRIER, COUNTER, SYNC_WORDS = 0, 16, 32
-"""Indices of the two shared words, on cache lines of their own."""
-_SPINS_BEFORE_YIELD = 4000
+COUNTER, _ARRIVED, _GENERATION, _SLEEPERS, SYNC_WORDS = 0, 16, 32, 40, 48
+"""Indices of the shared words; those that different threads write are cache lines apart."""
+_SPINS_BEFORE_SLEEP = 1000  # some 50 us: longer than the parts of a step differ on a free core
 
+_FUTEX_CALLS = {"x86_64": 202, "aarch64": 98}
+_FUTEX = _FUTEX_CALLS.get(platform.machine(), 0) if sys.platform == "linux" else 0
+_FUTEX_WAIT, _FUTEX_WAKE = 128, 129
+_system_call = types.ExternalFunction("syscall", types.int64(*(types.int64,) * 7))
 _yield_core = types.ExternalFunction("sched_yield", types.int32())
 
 
@@ -29,14 +35,20 @@ _yield_core = types.ExternalFunction("sched_yield", types.int32())
 def atomic_add(builder, address, amount):
     """Add to a shared int64; returns what it held before."""
     pointer = builder.inttoptr(address, i64.as_pointer())
-    return builder.atomic_rmw("add", pointer, amount, "acq_rel")
+    return builder.atomic_rmw("add", pointer, amount, "seq_cst")
 
 
 @define(types.int64, types.int64)
 def atomic_load(builder, address):
     """Read a shared int64 that other threads write."""
     pointer = builder.inttoptr(address, i64.as_pointer())
-    return builder.load_atomic(pointer, "acquire", 8)
+    return builder.load_atomic(pointer, "seq_cst", 8)
+
+
+@kernel
+def reset(address):
+    """Set a shared int64 to 0 while no other thread uses it."""
+    atomic_add(address, -atomic_load(address))
 
 
 @define(types.void)
@@ -47,18 +59,30 @@ def _pause(builder):
 
 @kernel
 def wait_for_all(sync, num_threads):
-    """Return once all threads of the team are here; ``sync`` is the address of its words."""
+    """Return once all threads of the team are here; ``sync`` is the address of its words.
+
+    A thread that waits long sleeps: on busy cores it would only keep the others from arriving.
+    """
     if num_threads == 1:
         return
-    arrived = atomic_add(sync + 8 * BARRIER, 1)
-    goal = (arrived // num_threads + 1) * num_threads
+    word = sync + 8 * _GENERATION
+    generation = atomic_load(word)
+    if (atomic_add(sync + 8 * _ARRIVED, 1) + 1) % num_threads == 0:
+        atomic_add(word, 1)
+        if _FUTEX != 0 and atomic_load(sync + 8 * _SLEEPERS) > 0:
+            _system_call(_FUTEX, word, _FUTEX_WAKE, num_threads, 0, 0, 0)
+        return
     spins = 0
-    while atomic_load(sync + 8 * BARRIER) < goal:
+    while atomic_load(word) == generation:
         spins += 1
-        if spins > _SPINS_BEFORE_YIELD:
-            _yield_core()
-        else:
+        if spins < _SPINS_BEFORE_SLEEP:
             _pause()
+        elif _FUTEX != 0:
+            atomic_add(sync + 8 * _SLEEPERS, 1)
+            _system_call(_FUTEX, word, _FUTEX_WAIT, generation, 0, 0, 0)
+            atomic_add(sync + 8 * _SLEEPERS, -1)
+        else:
+            _yield_core()
 
 
 @kernel

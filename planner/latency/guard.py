@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -10,6 +11,19 @@ from daskserve.core.placement import Parallelism
 from daskserve.planner.hardware import GPU
 from daskserve.planner.model_spec import ModelSpec
 from daskserve.planner.step_times import StepTimes
+
+
+def _above_curve(curve: Callable[[np.ndarray], np.ndarray], knots: np.ndarray) -> np.ndarray:
+    """Values at the knots such that straight lines between them do not cut below the curve.
+
+    Weights read grow concavely with the tokens (experts), so a chord lies below them, most of all
+    near the middle of its interval; both ends are raised by that much, and a fifth more.
+    """
+    values = curve(knots)
+    middle = curve((knots[:-1] + knots[1:]) / 2.0)
+    missing = np.maximum(middle - (values[:-1] + values[1:]) / 2.0, 0.0)
+    missing[0] = 0.0  # there is no step of less than one token
+    return values + 1.2 * np.maximum(np.append(missing, 0.0), np.append(0.0, missing))
 
 
 def at_least_physical(
@@ -25,7 +39,7 @@ def at_least_physical(
     tokens = step.prefill_knots_tokens
     head = model.hidden_size * model.vocab_size
     products = 2.0 * (model.num_active_parameters - head) * tokens / flops
-    reads = model.weight_bytes_read(tokens) / bandwidth
+    reads = _above_curve(model.weight_bytes_read, tokens) / bandwidth
     lone = np.array([model.prefill_flops(float(n)) for n in tokens]) / flops
     squares = step.prefill_quadratic_s * tokens**2
     prefill = np.maximum.reduce([step.prefill_knots_s, products, reads, lone - squares])

@@ -16,6 +16,7 @@ from daskserve.core.params import SamplingParams
 from daskserve.core.slo import SLO
 from daskserve.errors import ConfigError, DaskserveError
 from daskserve.models import DEFAULT_MODEL
+from daskserve.plan_commands import plan_command, simulate_command
 
 if TYPE_CHECKING:
     from daskserve.service import Service
@@ -252,6 +253,9 @@ def profile_prefill_command(model: str, dtype: str, threads: int | None) -> None
     config = EngineConfig(model=model, dtype=dtype, num_threads=threads)
     click.echo(profile_prefill(config, show).table())
 
+
+main.add_command(plan_command)
+main.add_command(simulate_command)
 
 if __name__ == "__main__":
     main()

@@ -12,7 +12,7 @@ from daskserve.planner.goodput import Goodput
 from daskserve.planner.plan_request import PlanRequest
 from daskserve.planner.plan_result import Option
 from daskserve.planner.search.pooled import least_count
-from daskserve.planner.search.simulated import SimulatedEvaluator, Task, run_all, run_task
+from daskserve.planner.search.simulated import SimulatedEvaluator, run_all, run_task
 from daskserve.planner.search.sizing import largest_batch
 from daskserve.planner.search.units import Unit
 from daskserve.planner.step_times import StepTimes
@@ -116,7 +116,9 @@ def runner_up(request: PlanRequest, chosen: Option, options: Sequence[Option]) -
     second = min(others, key=lambda one: weigh(one.solution.all_instances))
     more = second.num_gpus - chosen.num_gpus
     price = second.price_per_hour - chosen.price_per_hour
-    return f"Runner-up: {second}; it needs {more:+d} GPUs ({price:+.2f} $/h) for the same rate."
+    return (
+        f"Runner-up: {second}; it needs {more:+d} GPUs ({round(price, 2) + 0.0:+.2f} $/h) for the same rate."
+    )
 
 
 def disaggregation(chosen: Option, options: Sequence[Option]) -> str:
@@ -156,15 +158,11 @@ def _limit_of(option: Option) -> str:
 def sensitivity(request: PlanRequest, evaluator: SimulatedEvaluator, chosen: Option) -> list[str]:
     """The chosen deployment's rate under other limits, and the GPUs for other rates."""
     unit = chosen.solution.all_instances
-    deployment, slo = evaluator.deployment(unit), request.slo
+    slo = request.slo
     limits = [(1.0, 1.0), *((f, 1.0) for f in FACTORS), *((1.0, f) for f in FACTORS)]
+    base = evaluator.task(unit, effort=evaluator.effort.quick())
     tasks = [
-        Task(
-            request.workload,
-            deployment,
-            SLO(slo.ttft_s * ttft, slo.tpot_s * tpot, slo.attainment),
-            evaluator.effort.quick(),
-        )
+        replace(base, slo=SLO(slo.ttft_s * ttft, slo.tpot_s * tpot, slo.attainment))
         for ttft, tpot in limits
     ]
     rates = [answer.rate or 0.0 for answer in run_all(evaluator.executor, run_task, tasks)]

@@ -137,6 +137,19 @@ def goodput(
     return _summed_up(found, max_rate, best, tuple(runs.probes))
 
 
+def probe_rate(
+    workload: Workload,
+    deployment: Deployment,
+    slo: SLO,
+    rate: float,
+    seed: int = 0,
+    max_requests: int = 100_000,
+    arrivals: ArrivalProcess | None = None,
+) -> Probe:
+    """What one rate shows, in a run as long as a steady state needs; looks for no other rate."""
+    return _Runs(workload, deployment, slo, max_requests, arrivals).probe(seed, rate)
+
+
 def best_reachable(
     workload: Workload, deployment: Deployment, slo: SLO, seed: int
 ) -> BestReachable:

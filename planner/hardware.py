@@ -42,6 +42,10 @@ class GPU:
             if not (math.isfinite(value) and low_enough):
                 raise InvalidParameter(item.name, value, f"of GPU {self.name} must be above 0")
 
+    def priced(self, price_per_hour: float) -> GPU:
+        """The same GPU at another price."""
+        return replace(self, price_per_hour=price_per_hour)
+
     @property
     def ridge_flops_per_byte(self) -> float:
         """Arithmetic intensity above which the GPU is bound by compute."""
@@ -160,7 +164,7 @@ class Cluster:
         """One kind of node: ``Cluster.of("H100", 2, network_gbps=25)``."""
         kind = gpu_named(gpu) if isinstance(gpu, str) else gpu
         if price_per_hour is not None:
-            kind = replace(kind, price_per_hour=price_per_hour)
+            kind = kind.priced(price_per_hour)
         group = NodeGroup(kind, num_nodes, gpus_per_node)
         return cls((group,), network_bandwidth=network_gbps * GBPS)
 
@@ -174,6 +178,10 @@ class Cluster:
     def first_node(self, group: NodeGroup) -> int:
         """Number of the group's first node."""
         return sum(g.num_nodes for g in self.groups[: self.groups.index(group)])
+
+    @property
+    def num_nodes(self) -> int:
+        return sum(group.num_nodes for group in self.groups)
 
     @property
     def num_gpus(self) -> int:

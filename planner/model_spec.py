@@ -7,8 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
+
 from daskserve.core.placement import Parallelism
-from daskserve.errors import ModelError
+from daskserve.errors import ModelError, WorkloadError
 from daskserve.planner.model_config import Shape, read_shape
 from daskserve.planner.model_presets import MODEL_CONFIGS
 
@@ -171,6 +173,17 @@ class ModelSpec:
             self.num_kv_heads % parallelism.tp == 0 or parallelism.tp % self.num_kv_heads == 0
         )
         return heads_divide and kv_divide and self.num_layers % parallelism.pp == 0
+
+    def check_lengths(self, total_tokens: np.ndarray) -> None:
+        """Raise WorkloadError if any request (prompt and output) is longer than the context."""
+        too_long = total_tokens > self.context_tokens
+        if too_long.any():
+            raise WorkloadError(
+                f"{int(too_long.sum())} of {len(total_tokens)} requests are longer than the"
+                f" context of {self.name} ({int(total_tokens.max())} > {self.context_tokens}"
+                " tokens), no engine would take them; drop them with Workload.within or"
+                " --drop-too-long"
+            )
 
     def kv_copies(self, tp: int) -> float:
         """Times that each KV head is stored over a tensor-parallel group."""

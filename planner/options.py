@@ -156,13 +156,16 @@ def _settled(
     if first.traffic is not None and not first.traffic.fits:
         return first
     refined = refine_counts(
-        lambda unit: evaluator.verify(unit, rate), solution.all_instances, request.weights.weight
+        lambda unit: evaluator.check(unit, rate), solution.all_instances, request.weights.weight
     )
     if refined.unit is None:
-        why = f"does not hold {rate:.4g} requests/s together: {refined.answer.reason}"
-        return replace(first, goodput=refined.answer, rejected=why)
+        why = (
+            f"does not hold {rate:.4g} requests/s: {refined.answer.attainment:.0%} attained, the"
+            f" limit is {refined.answer.limited_by}"
+        )
+        return replace(first, rejected=why)
     solution = Solution(name, refined.unit, 1, rate, solution.considered)
-    return option_of(request, evaluator, name, solution, refined.answer)
+    return option_of(request, evaluator, name, solution, None)
 
 
 def option_of(

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from daskserve.core.slo import SLO
-from daskserve.errors import InvalidParameter, WorkloadError
+from daskserve.errors import InvalidParameter
 from daskserve.planner.hardware import Cluster
 from daskserve.planner.latency import LatencyModel, Roofline
 from daskserve.planner.model_spec import ModelSpec
@@ -69,12 +69,12 @@ class PlanRequest:
         if self.nodes_per_instance is not None and self.nodes_per_instance < 1:
             limit = "must be at least 1"
             raise InvalidParameter("nodes_per_instance", self.nodes_per_instance, limit)
-        _check_context(self.model, self.workload)
+        _, prompt, output = self.workload.arrays()
+        self.model.check_lengths(prompt + output)
         if self.latency is None:
             typical = int(np.mean(self.workload.arrays()[1])) if len(self.workload) else 1024
-            roofline = Roofline(
-                network_bandwidth=self.cluster.network_bandwidth, typical_context_tokens=typical
-            )
+            network = self.cluster.network_bandwidth if self.cluster.num_nodes > 1 else None
+            roofline = Roofline(network_bandwidth=network, typical_context_tokens=typical)
             object.__setattr__(self, "latency", roofline)
         object.__setattr__(self, "spaces", tuple(self._spaces()))
 
@@ -103,15 +103,3 @@ class PlanRequest:
 def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
         raise InvalidParameter(name, value, f"must be one of {', '.join(allowed)}")
-
-
-def _check_context(model: ModelSpec, workload: Workload) -> None:
-    _, prompt, output = workload.arrays()
-    too_long = prompt + output > model.context_tokens
-    if too_long.any():
-        longest = int((prompt + output).max())
-        raise WorkloadError(
-            f"{int(too_long.sum())} of {len(workload)} requests are longer than the context of"
-            f" {model.name} ({longest} > {model.context_tokens} tokens), no engine would take"
-            " them; drop them with Workload.within or --drop-too-long"
-        )

@@ -100,14 +100,7 @@ def _infeasible(answer: Plan, request: PlanRequest, evaluator: SimulatedEvaluato
     """Say what is missing: the SLO, or the cluster's size."""
     nearest = nearest_slo(request, evaluator)
     if nearest is None:
-        gpus = max(space.nodes_per_instance * space.gpus_per_node for space in request.spaces)
-        longest = evaluator.sized.demand.most_tokens
-        reason = (
-            f"{request.model.name} ({request.model.weight_bytes / 1e9:.0f} GB of weights) and a"
-            f" request of {longest} tokens fit on no split of up to {gpus} GPUs of"
-            f" {request.cluster}"
-        )
-        return replace(answer, reason=reason)
+        return replace(answer, reason=_why_nothing_runs(request, evaluator))
     if all(option.solution is None for option in answer.options):
         reason = (
             f"no parallelism meets TTFT {request.slo.ttft_s:.4g} s and TPOT"
@@ -125,3 +118,16 @@ def _infeasible(answer: Plan, request: PlanRequest, evaluator: SimulatedEvaluato
         f" {reached:.4g}; {reasons[0]}"
     )
     return replace(answer, reason=reason, highest_rate=reached)
+
+
+def _why_nothing_runs(request: PlanRequest, evaluator: SimulatedEvaluator) -> str:
+    """The memory, or whatever the latency model says of the largest split."""
+    sized = evaluator.sized
+    most = max(space.nodes_per_instance * space.gpus_per_node for space in request.spaces)
+    head = f"{request.model.name} runs on no split of up to {most} GPUs of {request.cluster}"
+    sizes = [key for key, step in sized.all_step_times() if step is not None]
+    if sizes:
+        return f"{head}: no KV pool holds a request of {sized.demand.most_tokens} tokens"
+    # A split that does not divide says less than one that lacks memory.
+    largest = max(sized.reasons, key=lambda key: (request.model.divides(key[1]), key[1].num_gpus))
+    return f"{head}: {sized.reasons[largest]}"

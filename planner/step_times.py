@@ -6,7 +6,7 @@ tokens throughout; times are those of the whole model, the pipeline divides them
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -86,6 +86,31 @@ class StepTimes:
             raise ConfigError("prefill_knots_tokens must start at 0 and increase")
         if len(self.decode_base_s) < 2 or len(self.decode_base_s) != len(self.decode_per_context_s):
             raise ConfigError("decode arrays must have one entry per batch size from 0, and agree")
+
+    def limited_to(
+        self,
+        kv_capacity_tokens: int | None = None,
+        prefill_budget_tokens: int | None = None,
+        max_batch_size: int | None = None,
+    ) -> StepTimes:
+        """The same times under other limits; None keeps a limit.
+
+        Raises
+        ------
+        ConfigError
+            More KV than there is memory for, or a larger batch than the times cover.
+        """
+        if kv_capacity_tokens is not None and kv_capacity_tokens > self.kv_capacity_tokens:
+            raise ConfigError(
+                f"kv_capacity_tokens={kv_capacity_tokens} is more than the"
+                f" {self.kv_capacity_tokens} tokens that there is memory for"
+            )
+        given = {
+            "kv_capacity_tokens": kv_capacity_tokens,
+            "prefill_budget_tokens": prefill_budget_tokens,
+            "max_batch_size": max_batch_size,
+        }
+        return replace(self, **{key: value for key, value in given.items() if value is not None})
 
     def prefill_s(self, num_tokens: float, sum_of_squares: float | None = None) -> float:
         """Seconds of one pass over ``num_tokens`` prompt tokens (one prompt unless told)."""

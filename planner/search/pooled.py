@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from daskserve.planner.search.best import WAVE
 from daskserve.planner.search.objective import Objective
-from daskserve.planner.search.simulated import SimulatedEvaluator, Task, run_all, run_task
+from daskserve.planner.search.simulated import SimulatedEvaluator, Task, check_rate, run_all
 from daskserve.planner.search.units import Unit
 
 
@@ -100,20 +100,12 @@ def least_count(rate_of: Callable[[int], float], rate: float) -> int:
 
 
 def _count_task(
-    evaluator: SimulatedEvaluator, unit: Unit, counts: tuple[int, int], rate: float
+    evaluator: SimulatedEvaluator, unit: Unit, span: tuple[int, int], rate: float
 ) -> CountTask:
-    low, guess = counts
+    low, guess = span
     effort = evaluator.effort.quick()
-    tasks = tuple(
-        Task(
-            evaluator.workload,
-            evaluator.deployment(unit.times(count)),
-            evaluator.slo,
-            effort,
-            rate,
-        )
-        for count in range(low, 2 * guess + 3)
-    )
+    counts = range(low, 2 * guess + 3)
+    tasks = tuple(evaluator.task(unit.times(count), rate, effort) for count in counts)
     return CountTask(tasks, low, guess)
 
 
@@ -123,7 +115,7 @@ def fewest(task: CountTask) -> int:
 
     def holds(index: int) -> bool:
         if index not in answers:
-            answers[index] = run_task(task.tasks[index]).status == "at_least_cap"
+            answers[index] = check_rate(task.tasks[index]).holds
         return answers[index]
 
     index, last = task.guess - task.low, len(task.tasks) - 1

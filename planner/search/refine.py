@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from daskserve.core.instance import Role
-from daskserve.planner.goodput import Goodput
+from daskserve.planner.search.simulated import Check
 from daskserve.planner.search.units import Unit
 
 MAX_GROWTH = 2.0
@@ -26,54 +26,48 @@ class Refined:
     unit
         None when growing did not help.
     answer
-        The last goodput looked at: of ``unit``, or of what failed.
+        The last check: of ``unit``, or of what failed.
     """
 
     unit: Unit | None
-    answer: Goodput
+    answer: Check
 
 
 def refine_counts(
-    verify: Callable[[Unit], Goodput], unit: Unit, weight: Callable[[Unit], float]
+    check: Callable[[Unit], Check], unit: Unit, weight: Callable[[Unit], float]
 ) -> Refined:
     """Raise the count of the phase that fails until all holds, then drop what is not needed.
 
     Parameters
     ----------
-    verify
-        Goodput of a deployment, looked for up to the wanted rate only.
+    check
+        Whether a deployment holds the wanted rate.
     weight
         Heavier instances are dropped first.
     """
     most = {group.role: int(MAX_GROWTH * group.count) + 2 for group in unit.groups}
-    answer = verify(unit)
-    while not _holds(answer):
+    answer = check(unit)
+    while not answer.holds:
         grown = _grown(unit, answer, most)
         if grown is None:
             return Refined(None, answer)
         unit = grown
-        answer = verify(unit)
+        answer = check(unit)
     heaviest_first = sorted(
         unit.groups, key=lambda group: -weight(Unit((replace(group, count=1),)))
     )
     for role in [group.role for group in heaviest_first]:
         while unit.of_role(role).count > 1:
             smaller = _with_count(unit, role, unit.of_role(role).count - 1)
-            smaller_answer = verify(smaller)
-            if not _holds(smaller_answer):
+            smaller_answer = check(smaller)
+            if not smaller_answer.holds:
                 break
             unit, answer = smaller, smaller_answer
     return Refined(unit, answer)
 
 
-def _holds(answer: Goodput) -> bool:
-    return answer.status == "at_least_cap"
-
-
-def _grown(unit: Unit, answer: Goodput, most: dict[Role, int]) -> Unit | None:
+def _grown(unit: Unit, answer: Check, most: dict[Role, int]) -> Unit | None:
     """One more instance of the phase that limits; None when more cannot help."""
-    if answer.status not in ("found", "unstable"):
-        return None
     roles = [group.role for group in unit.groups]
     if answer.limited_by == "ttft" and Role.PREFILL in roles:
         order = [Role.PREFILL]

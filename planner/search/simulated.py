@@ -10,11 +10,13 @@ from typing import Any, Protocol
 from daskserve.core.placement import Parallelism
 from daskserve.core.slo import SLO
 from daskserve.errors import ModelError
-from daskserve.planner.goodput import Goodput, goodput
+from daskserve.planner.arrivals import ArrivalProcess, fit_arrivals
+from daskserve.planner.goodput import Goodput, goodput, probe_rate
 from daskserve.planner.search.deploy import deployment_of
 from daskserve.planner.search.sized import SizedEvaluator
 from daskserve.planner.search.units import Estimate, Unit
 from daskserve.planner.simulator import Deployment
+from daskserve.planner.stationarity import Probe
 from daskserve.planner.step_times import StepTimes
 from daskserve.planner.workload import Workload
 
@@ -50,26 +52,75 @@ class Effort:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Task:
-    """One goodput to find; what travels to a worker."""
+    """One deployment to look at; what travels to a worker.
+
+    Parameters
+    ----------
+    arrivals
+        How bursty; fitted once for all tasks.
+    rate
+        For `check_rate` only: the rate that is asked about.
+    """
 
     workload: Workload
     deployment: Deployment
     slo: SLO
     effort: Effort
-    max_rate: float | None = None
+    arrivals: ArrivalProcess
+    rate: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Check:
+    """Whether a deployment holds a rate.
+
+    Parameters
+    ----------
+    limited_by
+        ``ttft``, ``tpot`` or ``stability`` of the first seed that failed; None when all held.
+    """
+
+    holds: bool
+    limited_by: str | None
+    probes: tuple[Probe, ...]
+
+    @property
+    def attainment(self) -> float:
+        """The least over seeds."""
+        return min(probe.attainment for probe in self.probes)
 
 
 def run_task(task: Task) -> Goodput:
+    """The highest rate of a deployment."""
     effort = task.effort
     return goodput(
         task.workload,
         task.deployment,
         task.slo,
-        max_rate=task.max_rate,
         seeds=effort.seeds,
         tolerance=effort.tolerance,
         max_requests=effort.max_requests,
+        arrivals=task.arrivals,
     )
+
+
+def check_rate(task: Task) -> Check:
+    """Look at one rate with every seed; stops at the first that fails."""
+    probes = []
+    for seed in task.effort.seeds:
+        probe = probe_rate(
+            task.workload,
+            task.deployment,
+            task.slo,
+            task.rate,
+            seed,
+            task.effort.max_requests,
+            task.arrivals,
+        )
+        probes.append(probe)
+        if probe.verdict != "met":
+            return Check(False, probe.limited_by, tuple(probes))
+    return Check(True, None, tuple(probes))
 
 
 @dataclass(eq=False)
@@ -89,7 +140,11 @@ class SimulatedEvaluator:
     effort: Effort = field(default_factory=Effort)
     executor: Executor | None = None
     found: dict[Unit, Goodput] = field(default_factory=dict)
-    verified: dict[tuple[Unit, float], Goodput] = field(default_factory=dict)
+    checked: dict[tuple[Unit, float], Check] = field(default_factory=dict)
+    arrivals: ArrivalProcess = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.arrivals = fit_arrivals(self.workload.arrays()[0])
 
     def step_times(self, gpu: str, parallelism: Parallelism) -> StepTimes:
         step = self.sized.step_times(gpu, parallelism)
@@ -108,17 +163,21 @@ class SimulatedEvaluator:
 
     def evaluate(self, units: Sequence[Unit]) -> list[Estimate]:
         new = [unit for unit in dict.fromkeys(units) if unit not in self.found]
-        tasks = [Task(self.workload, self.deployment(u), self.slo, self.effort) for u in new]
+        tasks = [self.task(unit) for unit in new]
         self.found.update(zip(new, run_all(self.executor, run_task, tasks), strict=True))
         return [estimate_of(self.found[unit]) for unit in units]
 
-    def verify(self, unit: Unit, rate: float) -> Goodput:
-        """Whether a deployment holds a rate: ``at_least_cap`` if so."""
+    def check(self, unit: Unit, rate: float) -> Check:
+        """Whether a deployment holds a rate."""
         key = (unit, rate)
-        if key not in self.verified:
-            task = Task(self.workload, self.deployment(unit), self.slo, self.effort, rate)
-            [self.verified[key]] = run_all(self.executor, run_task, [task])
-        return self.verified[key]
+        if key not in self.checked:
+            [self.checked[key]] = run_all(self.executor, check_rate, [self.task(unit, rate)])
+        return self.checked[key]
+
+    def task(self, unit: Unit, rate: float = 0.0, effort: Effort | None = None) -> Task:
+        deployment = self.deployment(unit)
+        effort = effort or self.effort
+        return Task(self.workload, deployment, self.slo, effort, self.arrivals, rate)
 
     def deployment(self, unit: Unit) -> Deployment:
         return deployment_of(unit, self.sized.model, self.sized.cluster, self.step_times)

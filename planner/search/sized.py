@@ -27,13 +27,15 @@ from daskserve.planner.step_times import StepTimes
 class SizedEvaluator:
     """Closed-form goodputs of one model, workload and SLO on a cluster.
 
-    ``step_times`` are asked of the latency model once per split and kept.
+    ``step_times`` are asked of the latency model once per split and kept; ``reasons`` says why
+    splits have none.
     """
 
     model: ModelSpec
     cluster: Cluster
     latency: LatencyModel
     demand: Demand
+    reasons: dict[tuple[str, Parallelism], str] = field(default_factory=dict)
     _times: dict[tuple[str, Parallelism], StepTimes | None] = field(default_factory=dict)
     _phases: dict[Instances, float] = field(default_factory=dict)
 
@@ -43,9 +45,14 @@ class SizedEvaluator:
         if key not in self._times:
             try:
                 self._times[key] = self.latency.step_times(self.model, self._gpu(gpu), parallelism)
-            except ModelError:
+            except ModelError as error:
                 self._times[key] = None
+                self.reasons[key] = str(error)
         return self._times[key]
+
+    def all_step_times(self) -> list[tuple[tuple[str, Parallelism], StepTimes | None]]:
+        """Every split that was asked for so far."""
+        return list(self._times.items())
 
     def _gpu(self, name: str) -> GPU:
         return self.cluster.group_of(name).gpu

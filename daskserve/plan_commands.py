@@ -1,0 +1,349 @@
+"""``daskserve plan`` and ``daskserve simulate``: the planner on the command line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from daskserve.errors import ConfigError
+
+if TYPE_CHECKING:
+    from daskserve.core.slo import SLO
+    from daskserve.planner.plan_request import PlanRequest
+    from daskserve.planner.plan_result import Plan
+    from daskserve.planner.workload import Workload
+
+INFEASIBLE = 2
+"""Exit code when nothing meets the SLO, or the cluster is too small."""
+
+ALGORITHMS = ("auto", "1", "2", "3", "joint", "colocated", "single")
+
+
+def _options(*options: Any) -> Any:
+    def decorate(command: Any) -> Any:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return decorate
+
+
+_slo_options = _options(
+    click.option("--ttft", metavar="TIME", help="Limit on time to first token: 0.25 or 250ms."),
+    click.option("--tpot", metavar="TIME", help="Limit on time per output token after it."),
+    click.option(
+        "--attainment",
+        type=float,
+        help="Share of requests that must meet both limits  [default: 0.9]",
+    ),
+)
+_workload_options = _options(
+    click.option(
+        "--workload",
+        "workload_path",
+        metavar="FILE",
+        help="Trace: CSV or JSONL (Azure, Mooncake, DistServe or plain columns arrival_s, "
+        "prompt_tokens, output_tokens), may be gzipped.",
+    ),
+    click.option(
+        "--prompt-tokens", type=click.IntRange(1), help="Instead of a file: prompt length."
+    ),
+    click.option(
+        "--output-tokens", type=click.IntRange(1), help="Instead of a file: answer length."
+    ),
+    click.option("--rate", type=float, help="Requests/s  [default: that of the file]"),
+    click.option(
+        "--drop-too-long",
+        is_flag=True,
+        help="Leave out requests that are longer than the model's context.",
+    ),
+    click.option("--seeds", type=click.IntRange(1), help="Simulated traces per rate  [default: 3]"),
+)
+_latency_option = click.option(
+    "--latency",
+    default="roofline",
+    show_default=True,
+    metavar="NAME|FILE",
+    help="Step times: roofline, distserve-a100, distserve-a100-vllm, or a CSV of measured steps "
+    "with columns phase, tokens, batch, tp, latency_s.",
+)
+_MODEL_HELP = (
+    "Preset (opt-13b, opt-66b, opt-175b, llama-3.1-8b, llama-3.1-70b, ...), or a directory "
+    "with a Hugging Face config.json."
+)
+
+
+@click.command("plan")
+@click.option("--model", help=_MODEL_HELP)
+@click.option(
+    "--gpus",
+    multiple=True,
+    required=True,
+    metavar="TYPE:NxM[@PRICE]",
+    help="N GPUs per node, M nodes: H100:8x4. Types: A100, H100, H200, B200, L40S, CPU (cores of "
+    "this machine). @2.5 sets dollars per GPU and hour. Repeat for mixed clusters.",
+)
+@click.option("--network-gbps", type=float, help="Gbit/s of one node's network  [default: 400]")
+@click.option("--application", help="Row of DistServe's Table 1: sets model, SLO and lengths.")
+@_workload_options
+@_slo_options
+@click.option(
+    "--highest-rate",
+    is_flag=True,
+    help="Not the fewest GPUs for a rate, but the highest rate for the GPUs.",
+)
+@click.option(
+    "--max-gpus", type=click.IntRange(1), help="With --highest-rate: use at most so many."
+)
+@click.option(
+    "--budget",
+    type=float,
+    metavar="DOLLARS",
+    help="With --highest-rate: spend at most so much per hour.",
+)
+@click.option(
+    "--objective",
+    type=click.Choice(("gpus", "price")),
+    default="gpus",
+    show_default=True,
+    help="What a plan for a rate keeps low.",
+)
+@click.option(
+    "--algorithm",
+    type=click.Choice(ALGORITHMS),
+    default="auto",
+    show_default=True,
+    help="auto chooses by the KV bandwidth that is needed and there.",
+)
+@_latency_option
+@click.option(
+    "-o",
+    "--output",
+    default="placement.yaml",
+    show_default=True,
+    metavar="FILE",
+    help="Where to write the placement.",
+)
+def plan_command(**given: Any) -> None:
+    """Find the placement that serves a workload within an SLO on the fewest GPUs.
+
+    \b
+    Lengths and rate:
+      daskserve plan --model llama-3.1-70b --gpus H100:8x8 --prompt-tokens 512
+          --output-tokens 256 --rate 50 --ttft 250ms --tpot 50ms
+    A trace, prefill and decode on different GPUs, cheapest:
+      daskserve plan --model llama-3.1-8b --gpus H100:8x2 --gpus L40S:8x2
+          --workload trace.csv --ttft 0.5 --tpot 0.05 --objective price
+
+    Writes the placement and prints a ranking and why. Every candidate is simulated until it is
+    steady, with several seeds.
+
+    \b
+    Exit codes: 0 a placement was found, 2 infeasible (the best that can be reached is
+    printed and nothing is written), 1 wrong input or no data.
+    """
+    from daskserve.planner.planning import plan, plan_highest_rate
+
+    request = _request(given)
+    if given["highest_rate"]:
+        answer = plan_highest_rate(request, given["max_gpus"], given["budget"])
+    else:
+        answer = plan(request)
+    if answer.status == "no_data":
+        raise ConfigError(f"{answer.reason}; give --rate or a trace with arrival times")
+    _print_plan(answer)
+    if answer.status != "found":
+        click.echo(f"infeasible: {answer.reason}", err=True)
+        raise SystemExit(INFEASIBLE)
+    _write_placement(answer, Path(given["output"]))
+
+
+def _request(given: dict[str, Any]) -> PlanRequest:
+    from daskserve.planner.command_inputs import cluster_of, latency_model
+    from daskserve.planner.model_spec import ModelSpec
+    from daskserve.planner.plan_request import PlanRequest
+
+    _check_direction(given)
+    preset = _application(given)
+    if preset is not None:
+        given = {**given, "model": preset.model}
+    if not given["model"]:
+        raise ConfigError("give --model, or --application, which sets it")
+    model = ModelSpec.load(given["model"])
+    cluster = cluster_of(given["gpus"], given["network_gbps"] or 400.0)
+    workload = _workload(given, preset)
+    if given["drop_too_long"]:
+        workload = workload.within(model.context_tokens)
+    prompt = workload.arrays()[1]
+    typical = int(prompt.mean()) if len(prompt) else 1024
+    if cluster.num_nodes == 1 and given["network_gbps"] is not None:
+        raise ConfigError("--network-gbps changes nothing on a single node: leave it out")
+    network = cluster.network_bandwidth if cluster.num_nodes > 1 else None
+    return PlanRequest(
+        model,
+        cluster,
+        workload,
+        _slo(given, preset),
+        rate=given["rate"],
+        objective=given["objective"],
+        latency=latency_model(given["latency"], network, typical),
+        algorithm=given["algorithm"],
+        seeds=tuple(range(given["seeds"] or 3)),
+    )
+
+
+def _check_direction(given: dict[str, Any]) -> None:
+    if given["highest_rate"]:
+        if given["rate"] is not None:
+            raise ConfigError("--highest-rate finds the rate: leave --rate out")
+        if given["objective"] != "gpus":
+            raise ConfigError("--objective is for a given rate; --highest-rate has --budget")
+    else:
+        for name, flag in (("max_gpus", "--max-gpus"), ("budget", "--budget")):
+            if given[name] is not None:
+                raise ConfigError(f"{flag} goes with --highest-rate; a plan for a rate is minimal")
+
+
+def _application(given: dict[str, Any]) -> Any:
+    if given.get("application") is None:
+        return None
+    from daskserve.planner.applications import application
+
+    for name in ("model", "ttft", "tpot", "workload_path", "prompt_tokens", "output_tokens"):
+        if given[name] is not None:
+            raise ConfigError(f"--application sets --{name.removesuffix('_path')}: leave it out")
+    return application(given["application"])
+
+
+def _workload(given: dict[str, Any], preset: Any = None) -> Workload:
+    from daskserve.planner.traces import read_workload
+    from daskserve.planner.workload import Workload
+
+    if preset is not None:
+        return preset.all_lengths()
+    lengths = [given["prompt_tokens"], given["output_tokens"]]
+    if given["workload_path"] is not None:
+        if any(lengths):
+            raise ConfigError("give --workload, or --prompt-tokens and --output-tokens, not both")
+        return read_workload(given["workload_path"])
+    if not all(lengths):
+        raise ConfigError("give --workload FILE, or both --prompt-tokens and --output-tokens")
+    return Workload.from_arrays([0.0], [lengths[0]], [lengths[1]], name="uniform")
+
+
+def _slo(given: dict[str, Any], preset: Any = None) -> SLO:
+    from daskserve.core.slo import SLO
+    from daskserve.planner.command_inputs import seconds
+
+    attainment = 0.9 if given["attainment"] is None else given["attainment"]
+    if preset is not None:
+        return SLO(preset.slo.ttft_s, preset.slo.tpot_s, attainment)
+    values = []
+    for name in ("TTFT", "TPOT"):
+        text = given[name.lower()]
+        if text is None:
+            raise ConfigError(f"give --{name.lower()}: a plan needs both limits")
+        value, warning = seconds(name, text)
+        if warning:
+            click.echo(f"warning: {warning}", err=True)
+        values.append(value)
+    return SLO(values[0], values[1], attainment)
+
+
+def _print_plan(answer: Plan) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    title = (
+        f"{answer.rate:.4g} requests/s, TTFT {answer.slo.ttft_s:g} s, TPOT {answer.slo.tpot_s:g} s"
+    )
+    table = Table(title=title, title_justify="left")
+    for name in ("way", "instances", "GPUs (nodes)", "requests/s", "$/h", "$/M tokens", "note"):
+        table.add_column(name, overflow="fold")
+    for option in answer.options:
+        solution = option.solution
+        table.add_row(
+            option.name,
+            str(solution.all_instances) if solution else "",
+            f"{option.num_gpus} ({option.num_gpus_occupied})" if solution else "",
+            f"{solution.rate:.4g}" if solution else "",
+            f"{option.price_per_hour:.2f}" if solution else "",
+            f"{answer.price_per_million_tokens(option):.3f}" if solution else "",
+            option.rejected,
+            style="bold" if option is answer.chosen else None,
+        )
+    Console(soft_wrap=False).print(table)
+    for line in answer.explanation:
+        click.echo(f"- {line}")
+
+
+def _write_placement(answer: Plan, path: Path) -> None:
+    from daskserve.planner.placement_file import placement_to_yaml
+
+    chosen = answer.chosen
+    comment = f"{chosen}\n{answer.rate:.4g} requests/s at {chosen.price_per_hour:.2f} $/h"
+    try:
+        path.write_text(placement_to_yaml(answer.placement, comment), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror or error}") from error
+    click.echo(f"placement written to {path}")
+
+
+@click.command("simulate")
+@click.argument("placement_path", metavar="PLACEMENT")
+@click.option("--model", help=f"{_MODEL_HELP}  [default: that of the placement]")
+@_workload_options
+@_slo_options
+@_latency_option
+@click.option(
+    "--requests",
+    type=click.IntRange(100),
+    help="Length of a drawn trace [default: 20000], or of the part that is replayed.",
+)
+@click.option(
+    "--timeline", metavar="FILE", help="Write every request's stages of the first seed as CSV."
+)
+def simulate_command(placement_path: str, **given: Any) -> None:
+    """Simulate a placement under a workload: attainment and percentiles.
+
+    PLACEMENT is a file that daskserve plan wrote, or one of your own. A trace with arrival
+    times is replayed as it is; with --rate, requests are drawn from it at that rate.
+
+    Exit codes: 0 the SLO is met, 2 it is not, 1 wrong input or no data.
+    """
+    from daskserve.planner.command_inputs import latency_model
+    from daskserve.planner.model_spec import ModelSpec
+    from daskserve.planner.placement_file import read_placement
+    from daskserve.planner.replay import replay
+
+    placement = read_placement(placement_path)
+    name = given["model"] or placement.model
+    if not name:
+        raise ConfigError(f"{placement_path} does not name its model: give --model")
+    model = ModelSpec.load(name)
+    workload = _workload(given)
+    if given["drop_too_long"]:
+        workload = workload.within(model.context_tokens)
+    model.check_lengths(workload.arrays()[1] + workload.arrays()[2])
+    if given["rate"] is None and given["seeds"] is not None:
+        raise ConfigError("--seeds is for traces drawn at --rate; a replayed trace has none")
+    network = placement.network_bandwidth if placement.num_nodes > 1 else None
+    typical = int(workload.arrays()[1].mean()) if len(workload) else 1024
+    result = replay(
+        placement,
+        model,
+        latency_model(given["latency"], network, typical),
+        workload,
+        _slo(given),
+        rate=given["rate"],
+        num_requests=given["requests"],
+        seeds=tuple(range(given["seeds"] or 3)),
+    )
+    click.echo(str(result))
+    if given["timeline"] is not None:
+        result.write_timeline(given["timeline"])
+        click.echo(f"timeline written to {given['timeline']}")
+    if not result.is_met:
+        raise SystemExit(INFEASIBLE)

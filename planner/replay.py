@@ -1,0 +1,225 @@
+"""Simulates a placement as it stands: what ``daskserve simulate`` prints."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from daskserve.core.instance import Role
+from daskserve.core.placement import InstancePlacement, Placement
+from daskserve.core.slo import SLO
+from daskserve.errors import ConfigError, WorkloadError
+from daskserve.planner.hardware import GPU, Cluster, NodeGroup, gpu_named
+from daskserve.planner.latency import LatencyModel
+from daskserve.planner.model_spec import ModelSpec
+from daskserve.planner.search.deploy import link_bandwidth
+from daskserve.planner.search.units import Instances
+from daskserve.planner.simulator import Deployment, SimulationResult
+from daskserve.planner.simulator.driving import run_arrays
+from daskserve.planner.simulator.result import instances_of, timelines_of
+from daskserve.planner.stationarity import Probe, judge
+from daskserve.planner.step_times import StepTimes
+from daskserve.planner.workload import Workload
+
+SHARES = (0.5, 0.9, 0.99)
+ROWS = ("ttft_s", "tpot_s", "prefill_queue_s", "prefill_s", "kv_transfer_s", "decode_queue_s",
+        "decode_s")  # fmt: skip
+
+
+@dataclass(frozen=True, eq=False)
+class Replay:
+    """One or more runs of a placement.
+
+    Parameters
+    ----------
+    runs
+        Results by seed; one when a trace was replayed.
+    probes
+        What each run says about the long run; None for a replayed trace, which is its own.
+    """
+
+    slo: SLO
+    rate: float | None
+    runs: tuple[SimulationResult, ...]
+    probes: tuple[Probe, ...] | None
+
+    @property
+    def attainment(self) -> float:
+        """Share of all requests that met both limits."""
+        shares = [run.attainment(self.slo) for run in self.runs]
+        return float(np.mean([share for share in shares if share is not None]))
+
+    @property
+    def is_steady(self) -> bool:
+        """False when a queue grew in some run: its attainment would go on falling."""
+        return self.probes is None or not any(probe.is_drifting for probe in self.probes)
+
+    @property
+    def is_met(self) -> bool:
+        return self.attainment >= self.slo.attainment and self.is_steady
+
+    def write_timeline(self, path: str | Path) -> None:
+        """Every request of the first run as CSV. Raises ConfigError when it cannot be written."""
+        timelines = self.runs[0].timelines
+        names = list(timelines.data_vars)
+        columns = [timelines[name].values for name in names]
+        try:
+            with open(path, "w", encoding="utf-8") as lines:
+                lines.write(",".join(["request", *names]) + "\n")
+                for index, row in enumerate(zip(*columns, strict=True)):
+                    lines.write(",".join([str(index), *(str(value) for value in row)]) + "\n")
+        except OSError as error:
+            raise ConfigError(f"cannot write {path}: {error.strerror or error}") from error
+
+    def __str__(self) -> str:
+        shares = [f"{run.attainment(self.slo):.2%}" for run in self.runs]
+        requests = sum(run.timelines.sizes["request"] for run in self.runs)
+        rate = f" at {self.rate:.4g} requests/s" if self.rate else ""
+        lines = [
+            f"{requests} requests{rate}: {self.attainment:.2%} met TTFT {self.slo.ttft_s:g} s and"
+            f" TPOT {self.slo.tpot_s:g} s ({', '.join(shares)}); target {self.slo.attainment:.0%}"
+        ]
+        if not self.is_steady:
+            lines.append("unstable: the queue grew during the run, attainment would go on falling")
+        rejected = sum(run.num_rejected for run in self.runs)
+        if rejected:
+            lines.append(f"{rejected} requests fit in no KV pool")
+        lines.append(
+            f"{'seconds':18s}" + "".join(f"{f'p{share * 100:g}':>10s}" for share in SHARES)
+        )
+        percentiles = [run.percentiles(SHARES) for run in self.runs]
+        for name in ROWS:
+            values = np.mean([one[name].values for one in percentiles], axis=0)
+            lines.append(f"{name[:-2]:18s}" + "".join(f"{value:10.4f}" for value in values))
+        busy = self.runs[0].instances
+        for role in dict.fromkeys(busy["role"].values):
+            mine = busy["role"].values == role
+            share = float(busy["busy_share"].values[mine].mean())
+            kv = busy["peak_kv_blocks"].values[mine] / busy["total_kv_blocks"].values[mine]
+            lines.append(
+                f"{role}: {mine.sum()} instances, {share:.0%} busy, KV peak {kv.max():.0%}"
+            )
+        return "\n".join(lines)
+
+
+def replay(
+    placement: Placement,
+    model: ModelSpec,
+    latency: LatencyModel,
+    workload: Workload,
+    slo: SLO,
+    *,
+    rate: float | None = None,
+    num_requests: int | None = None,
+    seeds: Sequence[int] = (0, 1, 2),
+) -> Replay:
+    """Simulate a placement.
+
+    Parameters
+    ----------
+    rate
+        Requests/s of traces that are drawn from the workload; None replays it as it is.
+    num_requests
+        Length of drawn traces (None: 20,000), or how much of a replayed trace to take.
+
+    Raises
+    ------
+    WorkloadError
+        No requests, or no rate.
+    """
+    if len(workload) == 0:
+        raise WorkloadError("no data: the workload holds no requests")
+    deployment = deployment_of_placement(placement, model, latency)
+    if rate is None:
+        if workload.rate is None:
+            raise WorkloadError("no data: the workload has no arrival times; give a rate")
+        arrays = [values[:num_requests] for values in workload.arrays()]
+        run, _ = _run(deployment, arrays)
+        return Replay(slo, workload.rate, (run,), None)
+    runs, probes = [], []
+    for seed in seeds:
+        trace = workload.resample(num_requests or 20_000, rate, seed)
+        run, done = _run(deployment, trace.arrays())
+        runs.append(run)
+        probes.append(judge(rate, slo, done))
+    return Replay(slo, rate, tuple(runs), tuple(probes))
+
+
+def _run(deployment: Deployment, arrays) -> tuple[SimulationResult, np.recarray]:
+    done, simulation = run_arrays(deployment, *arrays)
+    tables = instances_of(simulation.tables)
+    return SimulationResult(timelines_of(done), tables, simulation.now_s), done
+
+
+def deployment_of_placement(
+    placement: Placement, model: ModelSpec, latency: LatencyModel
+) -> Deployment:
+    """Every instance with its own step times and limits, and the links between them.
+
+    KV links are those of the node where the placement keeps every stage's KV on one, else an
+    instance's share of the network.
+    """
+    colocated = placement.of_role(Role.COLOCATED)
+    if colocated and len(colocated) < len(placement.instances):
+        raise ConfigError("COLOCATED beside PREFILL and DECODE instances cannot be simulated")
+    times = {one: _limited(one, model, latency) for one in dict.fromkeys(placement.instances)}
+    if colocated:
+        chunks = {one.chunk_tokens for one in colocated}
+        if len(chunks) > 1:
+            raise ConfigError("all COLOCATED instances must have the same chunk_tokens")
+        return Deployment.colocated(
+            tuple(times[i] for i in colocated), len(colocated), chunks.pop()
+        )
+    prefill, decode = placement.of_role(Role.PREFILL), placement.of_role(Role.DECODE)
+    return Deployment.disaggregated(
+        tuple(times[one] for one in prefill),
+        len(prefill),
+        tuple(times[one] for one in decode),
+        len(decode),
+        kv_bytes_per_token=model.kv_bytes_per_token,
+        **_links(placement, prefill[0], decode[0]),
+    )
+
+
+def _limited(instance: InstancePlacement, model: ModelSpec, latency: LatencyModel) -> StepTimes:
+    """Step times under the limits that the placement states."""
+    step = latency.step_times(model, _gpu(instance), instance.parallelism)
+    return step.limited_to(
+        kv_capacity_tokens=instance.kv_capacity_tokens,
+        prefill_budget_tokens=instance.prefill_budget_tokens,
+        max_batch_size=instance.max_batch_size,
+    )
+
+
+def _gpu(instance: InstancePlacement) -> GPU:
+    if not instance.gpu_type:
+        raise ConfigError("the placement does not say gpu_type: add it to every instance")
+    return gpu_named(instance.gpu_type)
+
+
+def _links(placement: Placement, prefill: InstancePlacement, decode: InstancePlacement) -> dict:
+    groups = {_gpu(one).name: _gpu(one) for one in (prefill, decode)}
+    nodes = tuple(NodeGroup(gpu, placement.num_nodes, placement.gpus_per_node)
+                  for gpu in groups.values())  # fmt: skip
+    network = placement.network_bandwidth
+    cluster = Cluster(nodes) if network is None else Cluster(nodes, network)
+    inside = kv_stays_in_nodes(placement)
+    prefill_link, decode_link = (
+        link_bandwidth(Instances(one.role, one.parallelism, 1, _gpu(one).name), cluster, inside)
+        for one in (prefill, decode)
+    )
+    latency_s = cluster.link_latency_s if inside else cluster.network_latency_s
+    return {
+        "link_bandwidth": prefill_link,
+        "decode_link_bandwidth": decode_link,
+        "link_latency_s": latency_s,
+    }
+
+
+def kv_stays_in_nodes(placement: Placement) -> bool:
+    """Whether every prefill instance finds a decode instance on the same nodes."""
+    decode_nodes = {one.nodes for one in placement.of_role(Role.DECODE)}
+    return all(one.nodes in decode_nodes for one in placement.of_role(Role.PREFILL))

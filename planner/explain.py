@@ -115,10 +115,8 @@ def runner_up(request: PlanRequest, chosen: Option, options: Sequence[Option]) -
     weigh = request.weights.weight
     second = min(others, key=lambda one: weigh(one.solution.all_instances))
     more = second.num_gpus - chosen.num_gpus
-    price = second.price_per_hour - chosen.price_per_hour
-    return (
-        f"Runner-up: {second}; it needs {more:+d} GPUs ({round(price, 2) + 0.0:+.2f} $/h) for the same rate."
-    )
+    price = round(second.price_per_hour - chosen.price_per_hour, 2) + 0.0
+    return f"Runner-up: {second}; it needs {more:+d} GPUs ({price:+.2f} $/h) for the same rate."
 
 
 def disaggregation(chosen: Option, options: Sequence[Option]) -> str:

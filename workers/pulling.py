@@ -15,7 +15,7 @@ Pull = Callable[[KVHandle, list[memoryview]], Awaitable[None]]
 """Fills the destination pages, or raises ``KVUnavailable``. Once it has returned, raised or been
 cancelled, nothing may write to the views any more: the pages may belong to someone else."""
 
-_INLINE_DIGEST_BYTES = 2**20  # below this a digest is quicker than a hop to another thread
+_INLINE_DIGEST_BYTES = 2**24  # 1-2 ms: a hop to another thread and back can take longer
 
 
 async def pull_verified(

@@ -1,7 +1,9 @@
-"""The Python code of the README runs as it stands, but for the model and the length of answers."""
+"""The Python code of the README runs as it stands, but for the model; its commands exist."""
 
 import re
 from pathlib import Path
+
+from daskserve.cli import main
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -16,3 +18,8 @@ def test_the_python_code_runs(tmp_path, monkeypatch, capsys):
     exec(compile(code, "README.md", "exec"), {})
     assert (tmp_path / "out" / "answers.jsonl").read_text().count("\n") == 1
     assert "decode-" in capsys.readouterr().out
+
+
+def test_every_command_is_in_the_readme():
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert [name for name in main.commands if f"| `daskserve {name}` |" not in readme] == []

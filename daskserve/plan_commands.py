@@ -253,28 +253,33 @@ def _slo(given: dict[str, Any], preset: Any = None) -> SLO:
 
 
 def _print_plan(answer: Plan) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    title = (
-        f"{answer.rate:.4g} requests/s, TTFT {answer.slo.ttft_s:g} s, TPOT {answer.slo.tpot_s:g} s"
+    slo = answer.slo
+    click.echo(
+        f"{answer.rate:.4g} requests/s within TTFT {slo.ttft_s:g} s and TPOT {slo.tpot_s:g} s for"
+        f" {slo.attainment:.0%} of the requests"
     )
-    table = Table(title=title, title_justify="left")
-    for name in ("way", "instances", "GPUs (nodes)", "requests/s", "$/h", "$/M tokens", "note"):
-        table.add_column(name, overflow="fold")
+    rows = [("", "way", "instances", "GPUs", "on nodes", "req/s", "$/h", "$/M tokens")]
     for option in answer.options:
         solution = option.solution
-        table.add_row(
-            option.name,
-            str(solution.all_instances) if solution else "",
-            f"{option.num_gpus} ({option.num_gpus_occupied})" if solution else "",
-            f"{solution.rate:.4g}" if solution else "",
-            f"{option.price_per_hour:.2f}" if solution else "",
-            f"{answer.price_per_million_tokens(option):.3f}" if solution else "",
-            option.rejected,
-            style="bold" if option is answer.chosen else None,
-        )
-    Console(soft_wrap=False).print(table)
+        mark = "*" if option is answer.chosen else "-" if not option.is_usable else ""
+        if solution is None:
+            rows.append((mark, option.name, "none", "", "", "", "", ""))
+            continue
+        occupied = str(option.num_gpus_occupied) if option.placement else "too few"
+        price = answer.price_per_million_tokens(option)
+        figures = (f"{solution.rate:.4g}", f"{option.price_per_hour:.2f}", f"{price:.3f}")
+        instances = solution.all_instances.brief
+        rows.append((mark, option.name, instances, str(option.num_gpus), occupied, *figures))
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    for row in rows:
+        cells = [
+            cell.ljust(width) if i < 3 else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        click.echo("  ".join(cells).rstrip())
+    for option in answer.options:
+        if option.rejected:
+            click.echo(f"- {option.name}: {option.rejected}")
     for line in answer.explanation:
         click.echo(f"- {line}")
 

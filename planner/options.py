@@ -33,6 +33,9 @@ from daskserve.planner.search.sizing import Demand
 from daskserve.planner.search.units import Estimate, Instances, Scored, Unit
 
 NOTHING_MEETS = "no parallelism meets the SLO at any rate"
+NOTHING_HOLDS = (
+    "requests alone meet the SLO, but no number of instances that was tried holds the rate"
+)
 NOTHING_FITS = "nothing that meets the SLO stays within the limits"
 TRIES = 3
 """Arrangements of one way that are measured before it is given up as too large for the nodes."""
@@ -135,10 +138,16 @@ def _pooled(
     rate, objective = request.asked_rate, request.weights
     chosen: list[Pooled] = []
     considered: list[Scored] = []
+    allow = Limits(request.cluster).allow
     for choices in choices_of(request, evaluator):
-        found = fewest_pooled(evaluator, choices, rate, objective)
+        try:
+            found = fewest_pooled(evaluator, choices, rate, objective, allow)
+        except ClusterError as error:
+            have = request.cluster.num_gpus
+            return Option(name, rejected=f"{error}; the cluster has {have}", is_too_large=True)
         if not found:
-            return Option(name, rejected=NOTHING_MEETS)
+            alone = any(evaluator.bound(unit) > 0 for choice in choices for unit in choice)
+            return Option(name, rejected=NOTHING_HOLDS if alone else NOTHING_MEETS)
         chosen.append(found[0])
         held = Estimate(rate, rate, math.inf, "at_least_cap")
         considered += [Scored(one.together, held) for one in found]
@@ -254,6 +263,10 @@ def _measured(
     for solution in found[:TRIES]:
         unit = solution.all_instances
         [estimate] = evaluator.evaluate([unit])
+        if estimate.rate == 0:
+            reason = f"{estimate.status}: {evaluator.found[unit].reason}"
+            option = Option(name, rejected=f"{unit.brief} is {reason}")
+            continue
         settled = replace(solution, unit_rate=estimate.rate / solution.num_units)
         at_rate = request.at_rate(estimate.rate)
         option = option_of(at_rate, evaluator, name, settled, evaluator.found[unit])

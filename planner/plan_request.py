@@ -19,6 +19,7 @@ from daskserve.planner.workload import Workload
 ALGORITHMS = ("auto", "1", "2", "3", "joint", "colocated", "single")
 OBJECTIVES = ("gpus", "price")
 MOST_NODES_PER_INSTANCE = 4
+LEAST_MAX_REQUESTS = 30_000
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,8 +63,9 @@ class PlanRequest:
         _one_of("objective", self.objective, OBJECTIVES)
         if self.rate is not None and not (math.isfinite(self.rate) and self.rate >= 0):
             raise InvalidParameter("rate", self.rate, "must be a finite number of at least 0")
-        if self.max_requests < 1000:
-            raise InvalidParameter("max_requests", self.max_requests, "must be at least 1000")
+        if self.max_requests < LEAST_MAX_REQUESTS:
+            limit = f"must be at least {LEAST_MAX_REQUESTS}: a steady state takes about as many"
+            raise InvalidParameter("max_requests", self.max_requests, limit)
         if not self.seeds:
             raise InvalidParameter("seeds", self.seeds, "must hold at least one seed")
         if self.nodes_per_instance is not None and self.nodes_per_instance < 1:

@@ -38,6 +38,8 @@ class Option:
         KV over the network; None where there is none.
     rejected
         Why it cannot be used; empty when it can.
+    is_too_large
+        It would meet the SLO on a larger cluster.
     """
 
     name: str
@@ -47,6 +49,7 @@ class Option:
     price_per_hour: float = float("nan")
     traffic: KVTraffic | None = None
     rejected: str = ""
+    is_too_large: bool = False
 
     @property
     def is_usable(self) -> bool:

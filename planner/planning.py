@@ -101,7 +101,11 @@ def _infeasible(answer: Plan, request: PlanRequest, evaluator: SimulatedEvaluato
     nearest = nearest_slo(request, evaluator)
     if nearest is None:
         return replace(answer, reason=_why_nothing_runs(request, evaluator))
-    if all(option.solution is None for option in answer.options):
+    if nearest == request.slo and not any(
+        one.solution or one.is_too_large for one in answer.options
+    ):
+        return replace(answer, reason=answer.options[0].rejected)
+    if not any(one.solution or one.is_too_large for one in answer.options):
         reason = (
             f"no parallelism meets TTFT {request.slo.ttft_s:.4g} s and TPOT"
             f" {request.slo.tpot_s:.4g} s for {request.slo.attainment:.0%} of the requests at any"

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from daskserve.errors import ClusterError
 from daskserve.planner.search.best import WAVE
 from daskserve.planner.search.objective import Objective
 from daskserve.planner.search.simulated import SimulatedEvaluator, Task, check_rate, run_all
@@ -26,12 +27,16 @@ class Pooled:
     @property
     def together(self) -> Unit:
         """All instances as one unit."""
-        groups = tuple(
-            group
-            for unit, count in zip(self.units, self.counts, strict=True)
-            for group in unit.times(count).groups
-        )
-        return Unit(groups, chunk_tokens=self.units[0].chunk_tokens)
+        return _joined(self.units, self.counts)
+
+
+def _joined(units: Sequence[Unit], counts: Sequence[int]) -> Unit:
+    groups = tuple(
+        group
+        for unit, count in zip(units, counts, strict=True)
+        for group in unit.times(count).groups
+    )
+    return Unit(groups, chunk_tokens=units[0].chunk_tokens)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -48,6 +53,7 @@ def fewest_pooled(
     choices: Sequence[tuple[Unit, ...]],
     rate: float,
     objective: Objective,
+    allow: Callable[[Unit], bool],
 ) -> list[Pooled]:
     """What needs the least weight for a rate, lightest first; empty when nothing holds it.
 
@@ -56,6 +62,13 @@ def fewest_pooled(
     choices
         Units of one instance that go together: one for a phase or colocated instances, two for
         a prefill and a decode split that belong together. Each gets a count of its own.
+    allow
+        Whether that many instances may be used at all.
+
+    Raises
+    ------
+    ClusterError
+        The rate needs more than is allowed, whatever the choice.
     """
     ranges = {unit: _range(evaluator, unit, rate) for choice in choices for unit in choice}
     order = [choice for choice in choices if all(ranges[unit] for unit in choice)]
@@ -63,6 +76,10 @@ def fewest_pooled(
         choice: sum(ranges[unit][0] * objective.weight(unit) for unit in choice) for choice in order
     }
     order.sort(key=least.__getitem__)
+    smallest = {choice: _joined(choice, [ranges[unit][0] for unit in choice]) for choice in order}
+    if order and not any(allow(smallest[choice]) for choice in order):
+        raise ClusterError(f"needs {smallest[order[0]].num_gpus} GPUs or more")
+    order = [choice for choice in order if allow(smallest[choice])]
     found: list[Pooled] = []
     best = math.inf
     while order:

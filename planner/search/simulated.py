@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from daskserve.core.placement import Parallelism
 from daskserve.core.slo import SLO
-from daskserve.errors import ModelError
+from daskserve.errors import DaskserveError, ModelError
 from daskserve.planner.arrivals import ArrivalProcess, fit_arrivals
 from daskserve.planner.goodput import Goodput, goodput, probe_rate
 from daskserve.planner.search.deploy import deployment_of
@@ -164,7 +164,10 @@ class SimulatedEvaluator:
     def evaluate(self, units: Sequence[Unit]) -> list[Estimate]:
         new = [unit for unit in dict.fromkeys(units) if unit not in self.found]
         tasks = [self.task(unit) for unit in new]
-        self.found.update(zip(new, run_all(self.executor, run_task, tasks), strict=True))
+        for unit, answer in zip(new, run_all(self.executor, run_task, tasks), strict=True):
+            if answer.status == "error":
+                raise DaskserveError(f"the simulation of {unit} failed: {answer.reason}")
+            self.found[unit] = answer
         return [estimate_of(self.found[unit]) for unit in units]
 
     def check(self, unit: Unit, rate: float) -> Check:

@@ -166,20 +166,21 @@ def colocated_rate(step: StepTimes, num: int, demand: Demand, chunk_tokens: int 
     def holds(rate: float) -> bool:
         share = rate / num * float(stage.mean())
         pace_s = step.latency_s(step.prefill_s(float(chunk_tokens), 0.0)) if chunk_tokens else 0.0
-        decode_s = _decode_pass_s(step, demand, rate / num, share, pace_s)
-        if decode_s is None:
+        decoding = _decoding(step, demand, rate / num, share, pace_s)
+        if decoding is None:
             return False
-        # A prompt finds a step under way, in a pipeline one at every stage.
-        waits = decode_s / 2.0 * (1.0 + (step.num_stages - 1) / step.num_stages)
+        # A prompt that finds a step under way waits for the first stage at least.
+        pass_s, busy = decoding
+        waits = busy * pass_s / step.num_stages / 2.0
         return _ttft_met(step, num, demand, alone + waits, stage, rate)
 
     return _highest(holds, min(most, num / max(float(stage.mean()), 1e-12)))
 
 
-def _decode_pass_s(
+def _decoding(
     step: StepTimes, demand: Demand, rate: float, share: float, mixed_s: float
-) -> float | None:
-    """Seconds of a decode pass when prefill takes a share of the time.
+) -> tuple[float, float] | None:
+    """Seconds of a decode pass, and the share of time with one, beside prefill's share.
 
     None when tokens come slower than TPOT or do not fit in memory. ``mixed_s`` is the pass in
     which decoding goes on during prefill, 0 when it stops.
@@ -198,7 +199,7 @@ def _decode_pass_s(
             break
         batch = min(math.ceil(running), step.max_batch_size)
     fits = batch * step.num_stages * context <= step.kv_capacity_tokens
-    return decode_s if fits else None
+    return (decode_s, min(1.0, running)) if fits else None
 
 
 def _amortised_stage_s(step: StepTimes, prompt: np.ndarray) -> np.ndarray:

@@ -60,6 +60,16 @@ class Unit:
         )
         return Unit(groups, self.num_segments, self.chunk_tokens)
 
+    @property
+    def brief(self) -> str:
+        """Such as ``6P(TP1,PP2) + 1D(TP2,PP2)``; C stands for colocated."""
+        return " + ".join(
+            f"{g.count}{g.role[0]}(TP{g.parallelism.tp},PP{g.parallelism.pp})"
+            + (f" on {g.gpu}" if len({group.gpu for group in self.groups}) > 1 else "")
+            + (f" chunks of {self.chunk_tokens}" if self.chunk_tokens else "")
+            for g in self.groups
+        )
+
     def __str__(self) -> str:
         return " + ".join(str(group) for group in self.groups)
 

@@ -6,11 +6,11 @@ down; the modules' own parameters become views of the stacks, so that nothing is
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 
 from daskserve.workers.forward import ForwardBatch, LayerFacts, ModelShape
 from daskserve.workers.kernels import matmul, tables
+from daskserve.workers.kernels.cpu import ask_for_huge_pages
 from daskserve.workers.kernels.decode import run_step
 from daskserve.workers.kernels.team import Team
 from daskserve.workers.kernels.vector import LANES
@@ -127,9 +127,8 @@ def _stack(layers: list[tuple[torch.nn.Linear, ...]]) -> torch.Tensor:
     first = [linear.weight for linear in layers[0]]
     num_rows = sum(weight.shape[0] for weight in first)
     shape = (len(layers), num_rows, first[0].shape[1])
-    # numpy asks for huge pages, which spares the many rows of a product most address look-ups.
-    integers = np.empty(shape, dtype=np.int16 if first[0].element_size() == 2 else np.int32)
-    stack = torch.from_numpy(integers).view(first[0].dtype)
+    stack = torch.empty(shape, dtype=first[0].dtype)
+    ask_for_huge_pages(stack.data_ptr(), stack.nbytes)
     for layer, linears in enumerate(layers):
         row = 0
         for linear in linears:

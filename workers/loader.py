@@ -43,7 +43,7 @@ def load_runner(model_dir: Path, config: EngineConfig) -> ModelRunner:
     name = _architecture(model.config)
     try:
         facts = discover(model)
-    except ModelError as error:
+    except Exception as error:  # a class may fail in its own ways on what it does not know
         raise ModelError(f"{name} cannot be served: {error}") from error
     text_config = model.config.get_text_config()
     shape = ModelShape(

@@ -8,6 +8,7 @@ from daskserve.errors import ModelError
 from daskserve.workers.attention import PagedStep
 from daskserve.workers.forward import ForwardBatch, ModelShape, Runner
 from daskserve.workers.fused import FusedDecoder
+from daskserve.workers.kernels.cpu import ask_for_huge_pages
 from daskserve.workers.kernels.vector import LANES
 from daskserve.workers.layer_attention import LayerAttention
 
@@ -53,6 +54,7 @@ class ModelRunner:
                 f"KV pool {tuple(pool_pages.shape)} {pool_pages.dtype} does not fit the model:"
                 f" [blocks + 1, {', '.join(map(str, expected))}] {self.dtype} is needed"
             )
+        ask_for_huge_pages(pool_pages.data_ptr(), pool_pages.nbytes)
         self.pages = pool_pages
 
     @torch.inference_mode()

@@ -10,6 +10,7 @@ import sys
 import llvmlite.binding
 
 _ARCH_REQ_XCOMP_PERM, _XFEATURE_XTILEDATA, _SYS_ARCH_PRCTL = 0x1023, 18, 158
+_HUGE_PAGE, _MADV_HUGEPAGE = 2**21, 14
 
 IS_X86 = platform.machine().lower() in ("x86_64", "amd64")
 _FEATURES = llvmlite.binding.get_host_cpu_features() if IS_X86 else {}
@@ -25,3 +26,16 @@ def has_amx() -> bool:
         return False
     libc = ctypes.CDLL(None, use_errno=True)
     return libc.syscall(_SYS_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_XTILEDATA) == 0
+
+
+def ask_for_huge_pages(address: int, num_bytes: int) -> None:
+    """Ask Linux to back memory that nobody has touched yet with huge pages; only a hint.
+
+    Weights and KV are read in strides of many rows or pages at once, and each would otherwise need
+    an address look-up of its own.
+    """
+    start = -(-address // _HUGE_PAGE) * _HUGE_PAGE
+    length = (address + num_bytes) // _HUGE_PAGE * _HUGE_PAGE - start
+    if sys.platform == "linux" and length > 0:
+        madvise = ctypes.CDLL(None).madvise
+        madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), _MADV_HUGEPAGE)

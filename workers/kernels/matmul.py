@@ -38,7 +38,6 @@ from daskserve.workers.kernels.vector import (
 ROWS = 32
 """Weight rows of one call: two groups of 16; the output is ``[blocks][32][16]`` float32."""
 STEP_BYTES, STEP_INPUT_BYTES = 64, 1024
-_UNROLL = 4  # features of a row that follow each other: its address is loaded once for them
 _GROUP_BYTES = 16 * 64  # 16 rows of 16 float32 lanes in the output
 
 _VOID, _I8 = ir.VoidType(), ir.IntType(8)
@@ -51,20 +50,15 @@ def _offset(builder: ir.IRBuilder, address: ir.Value, stride: ir.Value, times: i
     return builder.add(address, builder.mul(stride, i64(times)))
 
 
-def _prefetch_rows(builder: ir.IRBuilder, address: ir.Value, row_bytes: ir.Value) -> None:
-    """Fetch one step of 16 rows that a later call will need."""
-    for row in range(16):
-        prefetch_line(builder, _offset(builder, address, row_bytes, row))
-
-
 def _product(emit: Callable, num_blocks: int, prefetch: bool) -> Callable:
     @define(types.void, *_ARGUMENTS)
     def product(builder, first, second, row_bytes, source, stride, steps, out, ahead):
-        def fetch(column: ir.Value) -> None:
+        def fetch(offset: ir.Value, num_rows: int) -> None:
             if prefetch:
                 for group in (first, second):
-                    at = builder.add(builder.add(group, ahead), column)
-                    _prefetch_rows(builder, at, row_bytes)
+                    at = builder.add(builder.add(group, ahead), offset)
+                    for row in range(num_rows):
+                        prefetch_line(builder, _offset(builder, at, row_bytes, row))
 
         sources = [_offset(builder, source, stride, block) for block in range(num_blocks)]
         emit(builder, (first, second), row_bytes, sources, steps, out, fetch)
@@ -96,7 +90,7 @@ def _emit_tiles(builder, groups, row_bytes, sources, steps, out, fetch) -> None:
         tile("tileloadd64", 6 + group, at, row_bytes)
         for block in range(len(sources)):
             tile("tdpbf16ps", accumulator(group, block), 6 + group, 4 + block)
-    fetch(column)
+    fetch(column, 16)
     close([])
     for block in range(len(sources)):
         for group in range(2):
@@ -120,14 +114,16 @@ def _emit_vectors(multiply: Callable) -> Callable:
             for row in range(num_rows)
             for block in range(len(sources))
         ]
-        index, sums, close = loop(builder, steps, [ir.Constant(v16f, None)] * 16)
-        column = builder.mul(index, i64(STEP_BYTES))
-        inputs = [_offset(builder, source, index, STEP_INPUT_BYTES) for source in sources]
+        quarters = builder.mul(steps, i64(4))
+        index, sums, close = loop(builder, quarters, [ir.Constant(v16f, None)] * 16)
+        column = builder.mul(index, i64(STEP_BYTES // 4))
+        inputs = [_offset(builder, source, index, STEP_INPUT_BYTES // 4) for source in sources]
         rows_here = [
             builder.add(_offset(builder, rows, row_bytes, row), column) for row in range(num_rows)
         ]
         multiply(builder, rows_here, inputs, sums)
-        fetch(column)
+        first_row = builder.mul(builder.and_(index, i64(3)), builder.mul(row_bytes, i64(4)))
+        fetch(builder.add(builder.and_(column, i64(-STEP_BYTES)), first_row), 4)
         close(sums)
         for target, value in zip(targets, sums, strict=True):
             store_value(builder, target, value)
@@ -141,20 +137,16 @@ def _fma(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Val
 
 
 def _multiply_float32(builder, rows, inputs, sums) -> None:
-    for start in range(0, 16, _UNROLL):
-        features = range(start, start + _UNROLL)
-        vectors = {
-            (k, block): load_value(builder, builder.add(x, i64(64 * k)), v16f)
-            for k in features
-            for block, x in enumerate(inputs)
-        }
-        for row, address in enumerate(rows):
-            for k in features:
-                weight = load_value(builder, builder.add(address, i64(4 * k)), f32)
-                weight = splat_value(builder, weight)
-                for block in range(len(inputs)):
-                    slot = row * len(inputs) + block
-                    sums[slot] = _fma(builder, weight, vectors[k, block], sums[slot])
+    vectors = [
+        [load_value(builder, builder.add(x, i64(64 * k)), v16f) for x in inputs] for k in range(4)
+    ]
+    for row, address in enumerate(rows):
+        for k in range(4):  # one after the other: the row's address stays in a register
+            weight = load_value(builder, builder.add(address, i64(4 * k)), f32)
+            weight = splat_value(builder, weight)
+            for block, vector in enumerate(vectors[k]):
+                slot = row * len(inputs) + block
+                sums[slot] = _fma(builder, weight, vector, sums[slot])
 
 
 def _halves(builder: ir.IRBuilder, pairs: ir.Value) -> tuple[ir.Value, ir.Value]:
@@ -165,22 +157,16 @@ def _halves(builder: ir.IRBuilder, pairs: ir.Value) -> tuple[ir.Value, ir.Value]
 
 
 def _multiply_bfloat16(builder, rows, inputs, sums) -> None:
-    for start in range(0, 16, _UNROLL // 2):
-        pairs = range(start, start + _UNROLL // 2)
-        vectors = {
-            (p, block): _halves(builder, load_value(builder, builder.add(x, i64(64 * p)), v16i))
-            for p in pairs
-            for block, x in enumerate(inputs)
-        }
+    for pair in range(4):
+        loaded = [load_value(builder, builder.add(x, i64(64 * pair)), v16i) for x in inputs]
+        vectors = [_halves(builder, pairs) for pairs in loaded]
         for row, address in enumerate(rows):
-            for p in pairs:
-                weight = load_value(builder, builder.add(address, i64(4 * p)), i32)
-                low, high = _halves(builder, splat_value(builder, weight))
-                for block in range(len(inputs)):
-                    slot = row * len(inputs) + block
-                    even, odd = vectors[p, block]
-                    sums[slot] = _fma(builder, low, even, sums[slot])
-                    sums[slot] = _fma(builder, high, odd, sums[slot])
+            weight = load_value(builder, builder.add(address, i64(4 * pair)), i32)
+            low, high = _halves(builder, splat_value(builder, weight))
+            for block, (even, odd) in enumerate(vectors):
+                slot = row * len(inputs) + block
+                sums[slot] = _fma(builder, low, even, sums[slot])
+                sums[slot] = _fma(builder, high, odd, sums[slot])
 
 
 _tiles_1, _tiles_2 = _product(_emit_tiles, 1, False), _product(_emit_tiles, 2, False)

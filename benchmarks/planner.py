@@ -36,9 +36,13 @@ from daskserve.planner.distserve import (
     synthetic_lengths,
 )
 from daskserve.planner.goodput import Goodput, goodput
-from daskserve.planner.hardware import gpu_named
-from daskserve.planner.latency import Roofline
+from daskserve.planner.hardware import Cluster, gpu_named
+from daskserve.planner.latency import DistServeA100, Roofline
 from daskserve.planner.model_spec import ModelSpec
+from daskserve.planner.options import evaluator_for
+from daskserve.planner.plan_request import PlanRequest
+from daskserve.planner.planning import plan
+from daskserve.planner.search.algorithms import Solution, algorithm_1
 from daskserve.planner.simulator import Deployment
 from daskserve.planner.simulator.driving import CHUNK_REQUESTS, Chunk, Simulation
 from daskserve.planner.workload import Workload
@@ -205,6 +209,35 @@ def poisson_chunks(num_requests: int, seed: int) -> Iterator[Chunk]:
         yield arrival_s, np.full(count, 1024), np.full(count, 256)
 
 
+# Placement search ---------------------------------------------------------------------------------
+
+
+def algorithm_1_search(quick: bool) -> list[Figure]:
+    """Algorithm 1 on 4 nodes of 8 A100, simulated with the stationarity test and intervals."""
+    chat = application("chatbot-opt-13b")
+    request = PlanRequest(
+        ModelSpec.load(chat.model),
+        Cluster.of("A100", 4, network_gbps=800),
+        chat.all_lengths(),
+        chat.slo,
+        rate=40.0,
+        latency=DistServeA100(),
+        seeds=(0,) if quick else (0, 1, 2),
+    )
+    found: list[Solution] = []
+
+    def search() -> None:
+        found.append(algorithm_1(evaluator_for(request), request.spaces, request.asked_rate))
+
+    search_s = cpu_s(search, repeats=1)
+    plan_s = cpu_s(lambda: plan(request), repeats=1)
+    print(f"{found[0]}; {len(found[0].considered)} candidates simulated")
+    return [
+        Figure("algorithm_1_search", search_s, "CPU-s", 60.0),
+        Figure("plan_all_alternatives", plan_s, "CPU-s"),
+    ]
+
+
 # ------------------------------------------------------------------------------------------------
 
 COMPILED: dict[str, Callable[[], None]] = {
@@ -216,6 +249,7 @@ SECTIONS: list[Callable[[bool], list[Figure]]] = [
     distserve_joint_search,
     simulator_speed,
     simulator_day,
+    algorithm_1_search,
 ]
 
 

@@ -80,7 +80,7 @@ def test_highest_rate_within_a_budget(run):
         ([*SLO, "--workload", "absent.csv"], "cannot read absent.csv"),
         ([*LENGTHS, *SLO, "--rate", "1", "--latency", "magic"], "'magic' is no file"),
         ([*LENGTHS, *SLO, "--rate", "1", "--gpus", "V100:8"], "unknown GPU 'V100'"),
-        ([*LENGTHS, *SLO, "--rate", "1", "--gpus", "H100x8"], "must look like H100:8x4"),
+        ([*LENGTHS, *SLO, "--rate", "1", "--gpus", "H100:8by4"], "must look like H100:8x4"),
         ([*LENGTHS, *SLO, "--rate", "1", "--application", "chatbot-opt-13b"], "leave it out"),
     ],
 )  # fmt: skip

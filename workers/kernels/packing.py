@@ -19,6 +19,7 @@ from daskserve.workers.kernels.vector import (
     store_value,
     v16f,
     v16i,
+    v32b,
 )
 
 
@@ -33,26 +34,13 @@ def _rounded_bits(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
     return builder.add(pattern, builder.add(odd, _each(0x7FFF)))
 
 
-class _BFloat16(ir.Type):
-    """LLVM's bfloat, which llvmlite does not name."""
-
-    def _to_string(self) -> str:
-        return "bfloat"
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _BFloat16)
-
-    def __hash__(self) -> int:
-        return hash(_BFloat16)
-
-
 @define(ints, floats, floats)
 def pack_pair(builder, low, high):
     """Two features as bfloat16 side by side in each lane, ``low`` in the lower half."""
     if HAS_AVX512_BF16:
-        name, both = "llvm.x86.avx512bf16.cvtne2ps2bf16.512", ir.VectorType(_BFloat16(), 32)
+        name = "llvm.x86.avx512bf16.cvtne2ps2bf16.512"
         halves = ir.VectorType(ir.IntType(16), 32)
-        one_after_the_other = call_llvm(builder, name, both, [high, low])
+        one_after_the_other = call_llvm(builder, name, v32b, [high, low])
         value = builder.bitcast(one_after_the_other, halves)
         order = _order(n // 2 + n % 2 * LANES for n in range(32))
         mixed = builder.shuffle_vector(value, ir.Constant(halves, ir.Undefined), order)

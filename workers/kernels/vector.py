@@ -18,8 +18,23 @@ from daskserve.workers.kernels.cpu import HAS_AVX512
 
 LANES = 16
 
+
+class _BFloat16(ir.Type):
+    """LLVM's bfloat, which llvmlite does not name."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _BFloat16)
+
+    def __hash__(self) -> int:
+        return hash(_BFloat16)
+
+
 i32, i64, f32 = ir.IntType(32), ir.IntType(64), ir.FloatType()
 v16f, v16i, v16h = (ir.VectorType(t, LANES) for t in (f32, i32, ir.IntType(16)))
+v32b = ir.VectorType(_BFloat16(), 2 * LANES)
 
 
 class Float32x16(types.Type):

@@ -7,6 +7,7 @@ DaskserveError
 |   |-- NeverFits             no instance's KV pool could ever hold the request
 |   |-- EngineStepFailed      the engine step that held this request raised
 |   |-- DeadlineExceeded      the request was not finished in time
+|   |-- Overloaded            too many requests wait already: try again later
 |   |-- KilledInstance        instance after instance died while it ran this request
 |   `-- RequestCancelled      the caller cancelled it
 |-- KVUnavailable             a KV pull was refused, broken or too late: recompute
@@ -66,6 +67,27 @@ class EngineStepFailed(RequestError):
 
 class DeadlineExceeded(RequestError):
     code = "deadline_exceeded"
+
+
+class Overloaded(RequestError):
+    """Refused at the door because the queue is full; nothing was computed.
+
+    Parameters
+    ----------
+    message
+        Which limit was met.
+    retry_after_s
+        Seconds after which there may be room.
+    """
+
+    code = "overloaded"
+
+    def __init__(self, message: str, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+    def __reduce__(self) -> tuple[type[Overloaded], tuple[str, float]]:
+        return (type(self), (str(self), self.retry_after_s))
 
 
 class KilledInstance(RequestError):

@@ -11,6 +11,7 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 256
 MAX_SEED = 2**63 - 1
 MAX_TOKENS_LIMIT = 1_000_000
+MAX_LOGPROBS = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +35,10 @@ class SamplingParams:
         Strings that end the text; they are not part of it.
     ignore_eos
         Go on to ``max_tokens`` even when the model ends its answer (for load tests).
+    logprobs
+        With a number k (0..20) every output token comes with its log-probability and those of
+        the k likeliest tokens. They are of the model's own distribution, before temperature,
+        top_p and top_k, as OpenAI and vLLM give them. None costs nothing.
 
     Raises
     ------
@@ -48,6 +53,7 @@ class SamplingParams:
     seed: int | None = None
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
+    logprobs: int | None = None
 
     def __post_init__(self) -> None:
         _check_int("max_tokens", self.max_tokens, 1, MAX_TOKENS_LIMIT)
@@ -60,6 +66,8 @@ class SamplingParams:
             _check_int("seed", self.seed, 0, MAX_SEED)
         if not isinstance(self.ignore_eos, bool):
             raise InvalidParameter("ignore_eos", self.ignore_eos, "must be true or false")
+        if self.logprobs is not None:
+            _check_int("logprobs", self.logprobs, 0, MAX_LOGPROBS)
         object.__setattr__(self, "stop", _checked_stop(self.stop))
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import NamedTuple
 
 from daskserve.core.kv import KVHandle
 from daskserve.core.params import SamplingParams
@@ -12,6 +13,17 @@ from daskserve.core.params import SamplingParams
 class FinishReason(StrEnum):
     STOP = "stop"
     LENGTH = "length"
+
+
+class TokenLogprob(NamedTuple):
+    """Log-probability (natural, of the model's raw distribution) of one output token.
+
+    ``top`` holds (token id, log-probability) of the likeliest tokens, best first; the sampled
+    token need not be among them.
+    """
+
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +101,8 @@ class Completion:
     """The answer to one request.
 
     ``text`` is ``token_ids`` decoded, without special tokens and without the stop string;
-    ``token_ids`` holds every sampled token, an end-of-sequence token included.
+    ``token_ids`` holds every sampled token, an end-of-sequence token included; ``logprobs`` one
+    entry for each when ``SamplingParams.logprobs`` asked for them.
     """
 
     request_id: str
@@ -98,6 +111,7 @@ class Completion:
     finish_reason: FinishReason
     num_prompt_tokens: int
     timeline: Timeline = field(default_factory=Timeline)
+    logprobs: tuple[TokenLogprob, ...] | None = field(default=None, repr=False)
 
     @property
     def num_output_tokens(self) -> int:
@@ -135,7 +149,7 @@ class TokenDelta:
 
     ``first_index`` is the position of ``token_ids[0]`` in the output, so that a receiver drops
     what a retry sends again. ``text`` never ends in half a character and never holds a part of
-    a stop string.
+    a stop string. ``logprobs`` has one entry per token when they were asked for.
     """
 
     request_id: str
@@ -143,3 +157,4 @@ class TokenDelta:
     token_ids: tuple[int, ...]
     text: str
     finish_reason: FinishReason | None = None
+    logprobs: tuple[TokenLogprob, ...] | None = None

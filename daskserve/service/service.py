@@ -18,7 +18,7 @@ from daskserve.core.instance import EngineConfig, Role
 from daskserve.core.params import SamplingParams
 from daskserve.core.request import Request
 from daskserve.core.slo import SLO
-from daskserve.errors import ClusterError, ConfigError
+from daskserve.errors import ClusterError, ConfigError, DeadlineExceeded
 from daskserve.models.catalog import resolve
 from daskserve.service.connection import AddressedInstance, Connection
 from daskserve.service.graph import submit_graph
@@ -175,14 +175,31 @@ class Service:
 
         Iterate with ``async for`` or ``for``; dropping the stream cancels the request.
         """
-        request = self.validate(prompt, params)
+        return self.stream_request(self.validate(prompt, params))
+
+    def stream_request(
+        self, request: Request, *, timeout_s: float | None = None, max_queue: int | None = None
+    ) -> TokenStream:
+        """Tokens of a validated request; `TokenStream.completion` has the whole answer.
+
+        What goes wrong is raised by the stream, after the tokens that did come.
+
+        Parameters
+        ----------
+        timeout_s
+            Seconds until the last token: after that the request is aborted and the stream
+            raises DeadlineExceeded.
+        max_queue
+            Most requests that may wait before this one, below the setting
+            ``service.max-waiting-requests``: with more, the stream raises Overloaded.
+        """
         request = replace(request, token_sink=self._listener.address())
         # The stream must not be kept alive by what feeds it: dropping it cancels.
         [future] = self.submit_requests([request])
         client = self.client
         stream = TokenStream(lambda: _cancel_soon(client, future))
         self._listener.add(request.request_id, stream)
-        client.loop.add_callback(_watch, future, weakref.ref(stream))
+        client.loop.add_callback(_watch, future, weakref.ref(stream), timeout_s)
         return stream
 
     # What runs.
@@ -325,10 +342,15 @@ def _cancel_soon(client: Client, future: Future) -> None:
         client.loop.add_callback(client.cancel, [future], asynchronous=True)
 
 
-async def _watch(future: Future, stream: weakref.ref[TokenStream]) -> None:
+async def _watch(future: Future, stream: weakref.ref[TokenStream], timeout_s: float | None) -> None:
     """Tell a stream how its request ended."""
     try:
-        completion = await future
+        async with asyncio.timeout(timeout_s):
+            completion = await future
+    except TimeoutError:
+        await future.cancel()
+        if (reader := stream()) is not None:
+            reader.fail(DeadlineExceeded(f"not finished within {timeout_s:g} s"))
     except Exception as error:
         if (reader := stream()) is not None:
             # Dask keeps the exception with the future, and its traceback would keep this frame

@@ -17,6 +17,7 @@ from ssl import SSLContext
 from tornado.ioloop import IOLoop
 
 from daskserve.core.request import Completion, TokenDelta
+from daskserve.errors import RequestCancelled
 from daskserve.service import token_wire
 from daskserve.service.token_wire import SECRET_BYTES, Sink
 
@@ -43,6 +44,7 @@ class TokenStream(AsyncIterator[TokenDelta], Iterator[TokenDelta]):
         self._early: dict[int, TokenDelta] = {}
         self._ready: deque[TokenDelta | BaseException] = deque()
         self._getter: ThreadFuture[TokenDelta | BaseException] | None = None
+        self._outcome: ThreadFuture[Completion] = ThreadFuture()
         self._next_index = 0
         self._num_chars = 0
         self._is_over = False
@@ -69,6 +71,13 @@ class TokenStream(AsyncIterator[TokenDelta], Iterator[TokenDelta]):
             raise item
         return item
 
+    async def completion(self) -> Completion:
+        """The whole answer, once the request has ended; raises what iterating would raise.
+
+        RequestCancelled when the stream was closed before. Nobody needs to have read the tokens.
+        """
+        return await asyncio.shield(asyncio.wrap_future(self._outcome))
+
     async def aclose(self) -> None:
         """Stop listening; cancels the request if it is not done."""
         self.close()
@@ -76,6 +85,8 @@ class TokenStream(AsyncIterator[TokenDelta], Iterator[TokenDelta]):
     def close(self) -> None:
         """The same from synchronous code."""
         with self._lock:
+            if not self._is_over:
+                self._outcome.set_exception(RequestCancelled("the stream was closed"))
             self._end(StopIteration())
         self._abandon()
 
@@ -103,14 +114,18 @@ class TokenStream(AsyncIterator[TokenDelta], Iterator[TokenDelta]):
                         rest,
                         completion.text[self._num_chars :],
                         completion.finish_reason,
+                        completion.logprobs and completion.logprobs[self._next_index :],
                     )
                 )
+            self._outcome.set_result(completion)
             self._end(StopIteration())
         self._abandon.detach()
 
     def fail(self, error: BaseException) -> None:
         """The request failed: the reader gets the error after the tokens that did come."""
         with self._lock:
+            if not self._is_over:
+                self._outcome.set_exception(error)
             self._end(error)
         self._abandon.detach()
 

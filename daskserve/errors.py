@@ -25,6 +25,18 @@ class DaskserveError(Exception):
     """Base of all errors that daskserve raises on purpose."""
 
 
+def _shown(value: object) -> str:
+    try:
+        return repr(value)
+    except (RecursionError, ValueError):  # nested too deep, or an integer of too many digits
+        return f"<{type(value).__name__}>"
+
+
+def _cut(text: str) -> str:
+    text = text if len(text) <= 80 else text[:77] + "..."
+    return text.encode(errors="backslashreplace").decode()  # a field's name may hold surrogates
+
+
 class RequestError(DaskserveError):
     """Fails one request; its neighbours and the service go on. ``code`` is stable for machines."""
 
@@ -43,10 +55,7 @@ class InvalidParameter(RequestError):
     code = "invalid_parameter"
 
     def __init__(self, field: str, value: object, limit: str) -> None:
-        shown = repr(value)
-        if len(shown) > 80:
-            shown = shown[:77] + "..."
-        super().__init__(f"{field}={shown} {limit}")
+        super().__init__(f"{_cut(field)}={_cut(_shown(value))} {limit}")
         self.field, self.value, self.limit = field, value, limit
 
     def __reduce__(self) -> tuple[type[InvalidParameter], tuple[str, object, str]]:

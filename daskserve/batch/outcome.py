@@ -38,8 +38,10 @@ class Outcome:
 
     @classmethod
     def failure(cls, row: int, custom_id: str, code: str, message: str) -> Outcome:
+        """The message is cut to what people read, and made text that JSON can hold."""
         cut = message if len(message) <= MAX_MESSAGE_CHARS else message[:MAX_MESSAGE_CHARS] + "..."
-        return cls(row, custom_id=custom_id, error_code=code, message=cut)
+        text = cut.encode(errors="backslashreplace").decode()
+        return cls(row, custom_id=custom_id, error_code=code, message=text)
 
     def to_record(self) -> list[Any]:
         """JSON values for the journal, the row number first."""

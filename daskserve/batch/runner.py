@@ -182,9 +182,11 @@ class BatchJob:
         while self._window.room > len(batch) and (row := next(todo, None)) is not None:
             try:
                 prompt, params = prompt_of(row, self._params, self._model)
-                batch.append((row, service.validate(prompt, params)))
-            except RequestError as error:
+                request = service.validate(prompt, params)
+            except Exception as error:  # not only RequestError: no row may stop the others
                 self._write_error(row, error)
+            else:
+                batch.append((row, request))
         if batch:
             self._window.submit(batch)
 
@@ -210,10 +212,11 @@ class BatchJob:
         self._lost.clear()
 
     def _write_error(self, row: Row, error: Exception) -> None:
-        code = error.code if isinstance(error, RequestError) else "internal_error"
-        message = str(error) or type(error).__name__
+        code, message = "internal_error", f"{type(error).__name__}: {error}"
+        if isinstance(error, RequestError):
+            code, message = error.code, str(error)
         outcome = Outcome.failure(row.number, row.custom_id, code, message)
-        self._write(outcome, error_line(row, code, message))
+        self._write(outcome, error_line(row, code, outcome.message))
 
     def _write(self, outcome: Outcome, line: bytes) -> None:
         if self._writer.commit(outcome, line):

@@ -11,6 +11,7 @@ from daskserve.core.params import SamplingParams
 from daskserve.errors import RequestError
 
 DEFAULTS = SamplingParams(max_tokens=16, temperature=0.5)
+DEEP = b"[" * 980 + b"]" * 980  # the parser still takes it
 HELLO = [{"role": "user", "content": "hello"}]
 
 
@@ -119,6 +120,7 @@ def test_unsupported_fields_are_refused_by_name(field, value):
         ({"model": "gpt-4"}, "model='gpt-4' is not served: this job runs tiny"),
         ({"model": 4}, "model=4 should be a valid string"),
         ({"messages": HELLO}, "prompt and messages are both given"),
+        ({"temperature": 10**400}, "temperature=1000000000"),
     ],
 )
 def test_bad_fields_name_field_value_and_limit(fields, part):
@@ -165,6 +167,11 @@ def test_bad_fields_name_field_value_and_limit(fields, part):
         ({**chat(), "custom_id": 5}, "custom_id=5 must be a string of 1..512 characters"),
         ({"custom_id": "x" * 513, "prompt": "a"}, "custom_id='xxx"),
         ({"method": "POST", "body": {}}, "custom_id is missing; url is missing"),
+        ({"messages": [{**HELLO[0], "\ud800": 1}]}, "messages[0].\\ud800=1 is not supported"),
+        (b'{"prompt": "a", "stop": %s}' % DEEP, "stop=<list> must be a string of"),
+        (b'{"prompt": "a", "n": %s}' % DEEP, "n=<list> is not supported"),
+        (b'{"prompt": "a", "custom_id": %s}' % DEEP, "custom_id=<list> must be a string"),
+        (b'{"prompt": %s}' % DEEP, "prompt=<list> must be"),
     ],
 )
 def test_bad_rows_are_explained(record, part):

@@ -62,13 +62,29 @@ def test_every_kind_of_bad_row_fails_alone(service, tmp_path):
         {"prompt": [10**12]},
         {"messages": []},
         "[]",
+        {"prompt": "x", "y" * 10**5: 1},
     ]
     source = write_lines(tmp_path / "in.jsonl", [*bad, {"prompt": "good"}])
     with source.open("ab") as file:
         file.write(b'{"prompt": "\xff"}\n')
     summary = run_batch(service, source, tmp_path / "out.jsonl", params=PARAMS)
-    assert (summary.num_succeeded, summary.num_failed) == (1, 10)
-    assert all(line["error"]["message"] for line in read_lines(tmp_path / "out.jsonl")[:-1])
+    assert (summary.num_succeeded, summary.num_failed) == (1, 11)
+    errors = [line["error"] for line in read_lines(tmp_path / "out.jsonl") if line["error"]]
+    assert all(0 < len(error["message"]) < 600 for error in errors) and len(errors) == 11
+
+
+def test_a_row_that_breaks_its_reader_fails_alone(service, tmp_path, monkeypatch):
+    honest = service.validate
+
+    def validate(prompt, params):
+        if prompt == "b":
+            raise ZeroDivisionError("a bug of the tokenizer")
+        return honest(prompt, params)
+
+    monkeypatch.setattr(service, "validate", validate)
+    summary = run_batch(service, ["a", "b", "c"], tmp_path / "out.jsonl", params=PARAMS)
+    assert (summary.num_succeeded, summary.num_failed) == (2, 1)
+    assert summary.failures == ("row-1: ZeroDivisionError: a bug of the tokenizer",)
 
 
 def test_openai_rows_are_answered_in_openai_form(service, tmp_path):

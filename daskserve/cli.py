@@ -5,21 +5,26 @@ from __future__ import annotations
 import logging
 import signal
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import click
 
-from daskserve.core.instance import DTYPES, EngineConfig
+from daskserve.command_options import (
+    check_placement,
+    engine_options,
+    open_service,
+    options,
+    placement_options,
+    slo_of,
+    slo_options,
+)
+from daskserve.core.instance import EngineConfig
 from daskserve.core.params import SamplingParams
-from daskserve.core.slo import SLO
-from daskserve.errors import ConfigError, DaskserveError
+from daskserve.errors import DaskserveError
 from daskserve.models import DEFAULT_MODEL
 from daskserve.plan_commands import plan_command, simulate_command
-
-if TYPE_CHECKING:
-    from daskserve.service import Service
+from daskserve.serve_command import serve_command
 
 _INTERRUPTED = 130
 
@@ -41,47 +46,7 @@ def main() -> None:
     """LLM inference on Dask, prefill and decode on separate workers."""
 
 
-_MODEL_HELP = (
-    "smollm2-135m, a local directory, a Hub id (owner/name), tiny-random-<architecture>, "
-    "or mock (fixed step times, no weights)."
-)
-
-
-def _options(*options: Callable[..., Any]) -> Callable[..., Any]:
-    def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
-        for option in reversed(options):
-            command = option(command)
-        return command
-
-    return decorate
-
-
-_engine_options = _options(
-    click.option("--model", default=DEFAULT_MODEL, show_default=True, help=_MODEL_HELP),
-    click.option(
-        "--dtype",
-        type=click.Choice(DTYPES),
-        default="bfloat16",
-        show_default=True,
-        help="float32 gives the tokens of transformers' generate; bfloat16 is faster.",
-    ),
-)
-_placement_options = _options(
-    click.option("--prefill", type=click.IntRange(1), help="Prefill instances  [default: 1]"),
-    click.option("--decode", type=click.IntRange(1), help="Decode instances  [default: 1]"),
-    click.option(
-        "--colocated",
-        type=click.IntRange(1),
-        help="Instances that do both phases, instead of --prefill and --decode.",
-    ),
-    click.option(
-        "--scheduler",
-        metavar="ADDRESS",
-        help="Use this Dask scheduler (tcp://host:port); its workers carry the resources "
-        "PREFILL and DECODE, or COLOCATED.",
-    ),
-)
-_sampling_options = _options(
+_sampling_options = options(
     click.option("--max-tokens", type=int, help="Most output tokens of a row  [default: 128]"),
     click.option("--temperature", type=float, help="0 is greedy, up to 2  [default: 0]"),
     click.option("--top-p", type=float, help="Above 0, at most 1  [default: 1]"),
@@ -102,11 +67,10 @@ _sampling_options = _options(
     help="Rows: .jsonl, or .parquet (a file or a folder) with a column prompt or messages.",
 )
 @click.option("-o", "--output", required=True, metavar="PATH", help="Answers: .jsonl, or .parquet.")
-@_engine_options
-@_placement_options
+@engine_options
+@placement_options
 @_sampling_options
-@click.option("--slo-ttft", type=float, metavar="SECONDS", help="Limit on time to first token.")
-@click.option("--slo-tpot", type=float, metavar="SECONDS", help="Limit on time per output token.")
+@slo_options
 @click.option("--max-in-flight", type=int, help="Rows at work  [default: 2 per decode slot]")
 @click.option("--ordered", is_flag=True, help="Write rows in input order, when all are done.")
 @click.option("--restart", is_flag=True, help="Overwrite the output and forget the earlier run.")
@@ -137,8 +101,8 @@ def run_batch_command(source: str, output: str, **given: Any) -> None:
     from daskserve.batch import BatchJob
 
     config = EngineConfig(model=given["model"], dtype=given["dtype"])
-    params, slo = _sampling(given), _slo(given)
-    _check_placement(given)
+    params, slo = _sampling(given), slo_of(given)
+    check_placement(given)
     _catch_signals()
     try:
         with BatchJob(
@@ -152,7 +116,7 @@ def run_batch_command(source: str, output: str, **given: Any) -> None:
         ) as job:
             summary = job.complete
             if summary is None:
-                with _service(config, given, slo) as service:
+                with open_service(config, given, slo) as service:
                     summary = job.run(service, given["max_in_flight"], not given["quiet"])
     except KeyboardInterrupt:
         click.echo("stopped; run the same command again to go on", err=True)
@@ -179,40 +143,7 @@ def _interrupt(signal_number: int, frame: Any) -> NoReturn:
 
 def _sampling(given: dict[str, Any]) -> SamplingParams:
     names = SamplingParams.__dataclass_fields__
-    return SamplingParams(**{n: given[n] for n in names if given[n] not in (None, ())})
-
-
-def _slo(given: dict[str, Any]) -> SLO | None:
-    ttft_s, tpot_s = given["slo_ttft"], given["slo_tpot"]
-    if ttft_s is None and tpot_s is None:
-        return None
-    if ttft_s is None or tpot_s is None:
-        raise ConfigError("--slo-ttft and --slo-tpot go together: a row must meet both")
-    return SLO(ttft_s=ttft_s, tpot_s=tpot_s)
-
-
-def _check_placement(given: dict[str, Any]) -> None:
-    own = [f"--{name}" for name in ("prefill", "decode", "colocated") if given[name]]
-    if given["scheduler"] and own:
-        raise ConfigError(
-            f"{', '.join(own)}: on an existing scheduler the workers' resources say what they "
-            "do; leave it out"
-        )
-    if given["colocated"] and len(own) > 1:
-        raise ConfigError("give --colocated, or --prefill and --decode, not both")
-
-
-def _service(config: EngineConfig, given: dict[str, Any], slo: SLO | None) -> Service:
-    from daskserve.service import Service
-
-    if given["scheduler"]:
-        return Service.attach(given["scheduler"], config=config)
-    if given["colocated"]:
-        return Service.local(
-            prefill=0, decode=0, colocated=given["colocated"], config=config, slo=slo
-        )
-    prefill, decode = given["prefill"] or 1, given["decode"] or 1
-    return Service.local(prefill=prefill, decode=decode, config=config, slo=slo)
+    return SamplingParams(**{n: given[n] for n in names if given.get(n) not in (None, ())})
 
 
 @main.command("fetch-model")
@@ -229,7 +160,7 @@ def fetch_model_command(name: str) -> None:
 
 
 @main.command("profile-prefill")
-@_engine_options
+@engine_options
 @click.option(
     "--threads",
     type=click.IntRange(1),
@@ -254,6 +185,7 @@ def profile_prefill_command(model: str, dtype: str, threads: int | None) -> None
     click.echo(profile_prefill(config, show).table())
 
 
+main.add_command(serve_command)
 main.add_command(plan_command)
 main.add_command(simulate_command)
 

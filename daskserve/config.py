@@ -56,11 +56,27 @@ class ServiceSettings(_Section):
     dashboard_address: str | None
 
 
+class ServeSettings(_Section):
+    """``daskserve.serve``: what the HTTP server takes in, and for how long."""
+
+    max_in_flight: int | None = Field(ge=1)
+    max_sequences: int = Field(ge=1)
+    max_body_bytes: int = Field(ge=1024)
+    max_prompt_chars: int = Field(ge=1)
+    max_connections: int = Field(ge=1)
+    default_max_tokens: int = Field(ge=1)
+    request_timeout_s: float = Field(gt=0, allow_inf_nan=False)
+    read_timeout_s: float = Field(gt=0, allow_inf_nan=False)
+    write_timeout_s: float = Field(gt=0, allow_inf_nan=False)
+    keep_alive_s: int = Field(ge=1)
+
+
 class Settings(_Section):
     """Everything under ``daskserve:``; each room takes the narrowest section."""
 
     batch: BatchSettings
     service: ServiceSettings
+    serve: ServeSettings
 
 
 def settings() -> Settings:

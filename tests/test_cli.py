@@ -66,7 +66,7 @@ def test_output_without_permission(job, tmp_path):
 
 
 def test_repeated_id_is_refused_before_anything_starts(job, tmp_path, monkeypatch):
-    monkeypatch.setattr(daskserve.cli, "_service", None)
+    monkeypatch.setattr(daskserve.cli, "open_service", None)
     (tmp_path / "in.jsonl").write_text('{"prompt": "a", "custom_id": "x"}\n' * 2)
     code, message = run(*job, "-o", tmp_path / "out.jsonl")
     assert code == 1

@@ -1,6 +1,6 @@
-"""A row's fields become a prompt and sampling parameters.
+"""The fields of a row, or of an HTTP request's body, become a prompt and sampling parameters.
 
-Whatever a row asks for and this engine cannot do is refused, never left out in silence.
+Whatever they ask for and this engine cannot do is refused, never left out in silence.
 """
 
 from __future__ import annotations
@@ -20,9 +20,13 @@ Prompt = str | list[int] | list[dict[str, str]]
 
 
 class RowError(RequestError):
-    """The row itself cannot be read."""
+    """The row itself cannot be read; ``field`` is what is wrong with it, when it is one field."""
 
     code = "invalid_row"
+
+    def __init__(self, message: str, field: str | None = None) -> None:
+        super().__init__(message)
+        self.field = field
 
 
 # Fields of the OpenAI bodies that this engine does not have, with the values that ask for nothing.
@@ -80,7 +84,8 @@ class _Completion(_Sampling):
     prompt: Any
 
 
-_PARAMS = tuple(SamplingParams.__dataclass_fields__)
+# Log-probabilities are for online answers only; their server reads the field itself.
+_PARAMS = tuple(n for n in SamplingParams.__dataclass_fields__ if n != "logprobs")
 _MESSAGE_FIELDS = {"role", "content"}
 
 
@@ -103,21 +108,41 @@ def prompt_of(row: Row, defaults: SamplingParams, model: str) -> tuple[Prompt, S
     """
     if row.problem is not None:
         raise RowError(row.problem)
-    body = _without_neutral(row.body)
+    is_chat = row.form is Form.CHAT or (row.form is Form.PLAIN and "messages" in row.body)
+    given, params = read_body(row.body, is_chat, defaults, model)
+    return (checked_conversation(given) if is_chat else checked_prompt(given)), params
+
+
+def read_body(
+    body: dict[str, Any], is_chat: bool, defaults: SamplingParams, model: str
+) -> tuple[Any, SamplingParams]:
+    """``messages`` or ``prompt`` as given, not yet checked, and the parameters.
+
+    Parameters
+    ----------
+    body
+        Fields of an OpenAI body for chat completions, or else for completions.
+    defaults, model
+        As for `prompt_of`.
+
+    Raises
+    ------
+    RequestError
+        An unknown, unsupported or wrong field.
+    """
+    body = _without_neutral(body)
     if "prompt" in body and "messages" in body:
-        raise RowError("prompt and messages are both given; a row has one of them")
-    chat = row.form is Form.CHAT or (row.form is Form.PLAIN and "messages" in body)
+        raise RowError("prompt and messages are both given; a row has one of them", "messages")
+    form = _Chat if is_chat else _Completion
     try:
-        fields = (_Chat if chat else _Completion).model_validate(body)
+        fields = form.model_validate(body)
     except ValidationError as error:
-        raise RowError(explain(error, _Chat if chat else _Completion)) from None
+        field = ".".join(str(part) for part in error.errors()[0]["loc"])
+        raise RowError(explain(error, form), field) from None
     if fields.model is not None and fields.model != model:
         raise InvalidParameter("model", fields.model, f"is not served: this job runs {model}")
-    if isinstance(fields, _Chat):
-        prompt: Prompt = _checked_conversation(fields.messages)
-    else:
-        prompt = _checked_prompt(fields.prompt)
-    return prompt, _params_of(fields, defaults)
+    given = fields.messages if isinstance(fields, _Chat) else fields.prompt
+    return given, _params_of(fields, defaults)
 
 
 def _without_neutral(body: dict[str, Any]) -> dict[str, Any]:
@@ -137,7 +162,8 @@ def _is_any_of(value: Any, allowed: tuple[Any, ...]) -> bool:
     return any(value == a and isinstance(value, bool) == isinstance(a, bool) for a in allowed)
 
 
-def _checked_conversation(messages: Any) -> list[dict[str, str]]:
+def checked_conversation(messages: Any) -> list[dict[str, str]]:
+    """Messages with role and content alone (InvalidParameter)."""
     checked = checked_messages(messages)
     for index, message in enumerate(messages):
         # tool_calls, name and the like change what the model should say.
@@ -147,7 +173,8 @@ def _checked_conversation(messages: Any) -> list[dict[str, str]]:
     return checked
 
 
-def _checked_prompt(prompt: Any) -> Prompt:
+def checked_prompt(prompt: Any) -> str | list[int]:
+    """One prompt, text or token ids (InvalidParameter)."""
     limit = "must be a string or a list of token ids, not empty"
     if isinstance(prompt, str) and prompt:
         return checked_text("prompt", prompt)

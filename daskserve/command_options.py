@@ -1,0 +1,102 @@
+"""Options that several commands share: the model, where it runs, and the SLO."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from daskserve.core.instance import DTYPES, EngineConfig
+from daskserve.core.slo import SLO
+from daskserve.errors import ConfigError
+from daskserve.models import DEFAULT_MODEL
+
+if TYPE_CHECKING:
+    from daskserve.service import Service
+
+MODEL_HELP = (
+    "smollm2-135m, a local directory, a Hub id (owner/name), tiny-random-<architecture>, "
+    "or mock (fixed step times, no weights)."
+)
+
+
+def options(*given: Callable[..., Any]) -> Callable[..., Any]:
+    """Several click options as one decorator."""
+
+    def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
+        for option in reversed(given):
+            command = option(command)
+        return command
+
+    return decorate
+
+
+engine_options = options(
+    click.option("--model", default=DEFAULT_MODEL, show_default=True, help=MODEL_HELP),
+    click.option(
+        "--dtype",
+        type=click.Choice(DTYPES),
+        default="bfloat16",
+        show_default=True,
+        help="float32 gives the tokens of transformers' generate; bfloat16 is faster.",
+    ),
+)
+placement_options = options(
+    click.option("--prefill", type=click.IntRange(1), help="Prefill instances  [default: 1]"),
+    click.option("--decode", type=click.IntRange(1), help="Decode instances  [default: 1]"),
+    click.option(
+        "--colocated",
+        type=click.IntRange(1),
+        help="Instances that do both phases, instead of --prefill and --decode.",
+    ),
+    click.option(
+        "--scheduler",
+        metavar="ADDRESS",
+        help="Use this Dask scheduler (tcp://host:port); its workers carry the resources "
+        "PREFILL and DECODE, or COLOCATED.",
+    ),
+)
+slo_options = options(
+    click.option("--slo-ttft", type=float, metavar="SECONDS", help="Limit on time to first token."),
+    click.option(
+        "--slo-tpot", type=float, metavar="SECONDS", help="Limit on time per output token."
+    ),
+)
+
+
+def slo_of(given: dict[str, Any]) -> SLO | None:
+    """From ``--slo-ttft`` and ``--slo-tpot`` (ConfigError)."""
+    ttft_s, tpot_s = given["slo_ttft"], given["slo_tpot"]
+    if ttft_s is None and tpot_s is None:
+        return None
+    if ttft_s is None or tpot_s is None:
+        raise ConfigError("--slo-ttft and --slo-tpot go together: a row must meet both")
+    return SLO(ttft_s=ttft_s, tpot_s=tpot_s)
+
+
+def check_placement(given: dict[str, Any]) -> None:
+    """Options that contradict each other are refused before anything starts (ConfigError)."""
+    own = [f"--{name}" for name in ("prefill", "decode", "colocated") if given[name]]
+    if given["scheduler"] and own:
+        raise ConfigError(
+            f"{', '.join(own)}: on an existing scheduler the workers' resources say what they "
+            "do; leave it out"
+        )
+    if given["colocated"] and len(own) > 1:
+        raise ConfigError("give --colocated, or --prefill and --decode, not both")
+
+
+def open_service(
+    config: EngineConfig, given: dict[str, Any], slo: SLO | None, asynchronous: bool = False
+) -> Service:
+    """The service that the options ask for."""
+    from daskserve.service import Service
+
+    if given["scheduler"]:
+        return Service.attach(given["scheduler"], config, slo=slo, asynchronous=asynchronous)
+    if given["colocated"]:
+        counts = {"prefill": 0, "decode": 0, "colocated": given["colocated"]}
+    else:
+        counts = {"prefill": given["prefill"] or 1, "decode": given["decode"] or 1}
+    return Service.local(**counts, config=config, slo=slo, asynchronous=asynchronous)

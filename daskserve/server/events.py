@@ -1,0 +1,81 @@
+"""Server-sent events to one client, and the watch for its going."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+import orjson
+from starlette.types import Receive, Send
+
+T = TypeVar("T")
+
+DONE = b"data: [DONE]\n\n"
+_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # proxies must pass tokens on as they come
+]
+
+
+class ClientGone(Exception):
+    """The client closed the connection, or takes nothing any more."""
+
+
+class EventSender:
+    """Writes events; starts the response with the first one.
+
+    Parameters
+    ----------
+    send
+        Of ASGI; it waits while the connection's buffer is full.
+    write_timeout_s
+        A client that keeps it waiting for so long is dropped.
+    """
+
+    def __init__(self, send: Send, write_timeout_s: float) -> None:
+        self._send = send
+        self._write_timeout_s = write_timeout_s
+        self.is_started = False
+
+    async def event(self, record: dict[str, Any]) -> None:
+        await self._write(b"data: " + orjson.dumps(record) + b"\n\n", more=True)
+
+    async def finish(self, last: bytes) -> None:
+        await self._write(last, more=False)
+
+    async def _write(self, data: bytes, more: bool) -> None:
+        try:
+            async with asyncio.timeout(self._write_timeout_s):
+                if not self.is_started:
+                    self.is_started = True
+                    start = {"type": "http.response.start", "status": 200, "headers": _HEADERS}
+                    await self._send(start)
+                await self._send({"type": "http.response.body", "body": data, "more_body": more})
+        except (TimeoutError, OSError):
+            raise ClientGone from None
+
+
+async def until_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """The result of ``work``, which is cancelled when the client leaves (ClientGone).
+
+    ``work`` must not wait for anything after it has sent the end of the response: the server
+    reports the end of a response in the same way as a client that left.
+    """
+    worker = asyncio.ensure_future(work)
+    watcher = asyncio.ensure_future(_gone(receive))
+    try:
+        await asyncio.wait({worker, watcher}, return_when=asyncio.FIRST_COMPLETED)
+        if not worker.done():
+            raise ClientGone
+        return worker.result()
+    finally:
+        for task in (worker, watcher):
+            task.cancel()
+        await asyncio.gather(worker, watcher, return_exceptions=True)
+
+
+async def _gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,69 @@
+"""Whatever goes wrong becomes OpenAI's error object; nothing of the inside gets out."""
+
+from __future__ import annotations
+
+import logging
+import re
+import traceback
+from uuid import uuid4
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from daskserve.errors import DaskserveError
+from daskserve.server.errors import Refusal, refusal_of
+from daskserve.server.events import ClientGone
+
+logger = logging.getLogger(__name__)
+
+_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+_MESSAGES = {404: "no such path", 405: "this path does not take the method"}
+
+
+class Shield:
+    """ASGI middleware: answers errors, and names every response with ``X-Request-Id``."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = Headers(scope=scope).get("x-request-id", "")
+        request_id = given if _REQUEST_ID.fullmatch(given) else f"req-{uuid4().hex}"
+        is_started = False
+
+        async def named_send(message: Message) -> None:
+            nonlocal is_started
+            if message["type"] == "http.response.start":
+                is_started = True
+                MutableHeaders(scope=message)["x-request-id"] = request_id
+            await send(message)
+
+        try:
+            await self._app(scope, receive, named_send)
+        except (ClientGone, ClientDisconnect):
+            pass  # nobody is left to be told
+        except Exception as error:
+            if not isinstance(error, Refusal | DaskserveError | TimeoutError):
+                _log(request_id, error)
+            if is_started:
+                raise ConnectionAbortedError from None  # the server cuts the connection
+            await refusal_of(error).response()(scope, receive, named_send)
+
+
+def _log(request_id: str, error: Exception) -> None:
+    """Where it happened, without the message: that may hold what a caller wrote."""
+    frames = traceback.extract_tb(error.__traceback__)
+    places = " < ".join(f"{f.filename}:{f.lineno} {f.name}" for f in reversed(frames[-5:]))
+    logger.error("request %s failed: %s at %s", request_id, type(error).__name__, places)
+
+
+async def answer_http_exception(request: Request, error: HTTPException) -> Response:
+    """Starlette's own refusals, such as of unknown paths, in OpenAI's shape."""
+    message = _MESSAGES.get(error.status_code, "the request cannot be read")
+    return Refusal(error.status_code, message, headers=dict(error.headers or {})).response()

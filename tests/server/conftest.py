@@ -1,0 +1,154 @@
+"""Real servers on loopback over real schedulers and workers, which are threads of this process."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import openai
+import pytest
+import uvicorn
+from distributed import Client, Scheduler, SpecCluster, Worker
+
+from daskserve import EngineConfig, Service
+from daskserve.config import ServeSettings, settings
+from daskserve.server.app import make_app
+from daskserve.server.run import listen, uvicorn_config
+
+LOOPBACK = {"host": "127.0.0.1", "dashboard": False, "dashboard_address": "127.0.0.1:0"}
+SLOTS = 16
+WORKER = {**LOOPBACK, "nthreads": SLOTS, "memory_limit": 0}
+
+
+def mock_config(**changes: Any) -> EngineConfig:
+    common = {"model": "mock", "mock_prefill_s": 0.002, "mock_decode_s": 0.002}
+    return EngineConfig(**{**common, "num_kv_blocks": 400, "max_batch_size": SLOTS, **changes})
+
+
+@contextmanager
+def thread_cluster(**counts: int) -> Iterator[SpecCluster]:
+    """Workers with role resources: ``thread_cluster(PREFILL=1, DECODE=1)``."""
+    workers = {
+        f"{role}-{index}": {
+            "cls": Worker,
+            "options": {**WORKER, "resources": {role: SLOTS}},
+        }
+        for role, count in counts.items()
+        for index in range(count)
+    }
+    scheduler = {"cls": Scheduler, "options": {**LOOPBACK, "port": 0}}
+    with SpecCluster(workers=workers, scheduler=scheduler, silence_logs=50) as cluster:
+        yield cluster
+
+
+@dataclass
+class Server:
+    """A running server: where it listens, and a second service to look at its instances."""
+
+    url: str
+    model: str
+    probe: Service
+    scheduler: str
+
+    def client(self, **options: Any) -> openai.OpenAI:
+        given = {"api_key": "none", "max_retries": 0, "timeout": 60, **options}
+        return openai.OpenAI(base_url=f"{self.url}/v1", **given)
+
+    def http(self, **options: Any) -> httpx.Client:
+        return httpx.Client(base_url=self.url, timeout=60, **options)
+
+    def is_idle(self) -> bool:
+        """Every block free on every instance, nothing queued, held or running."""
+        counters = self.probe.load().values()
+        dispatch = self.probe.status()["dispatch"]
+        is_empty = all(
+            c.used_kv_blocks == c.num_waiting == c.num_running == c.num_holding == 0
+            for c in counters
+        )
+        nothing_waits = not any(dispatch["waiting"].values())
+        return is_empty and nothing_waits and dispatch["running"] == dispatch["holding"] == 0
+
+
+@contextmanager
+def serving(
+    scheduler: str, config: EngineConfig, limits: ServeSettings | None = None, **options: Any
+) -> Iterator[str]:
+    """A server in a thread with a loop of its own; its URL."""
+    limits = limits or settings().serve
+    service = Service.attach(scheduler, config, asynchronous=True)
+    listener = listen("127.0.0.1", 0)
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    app = make_app(service, config.model, limits, **options)
+    server = uvicorn.Server(uvicorn_config(app, limits))
+    thread = threading.Thread(target=server.run, args=([listener],))
+    thread.start()
+    try:
+        wait_until(lambda: server.started or not thread.is_alive(), 60)
+        assert server.started
+        yield url
+    finally:
+        server.should_exit = True
+        thread.join(30)
+        assert not thread.is_alive()
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float = 2.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.01)
+
+
+@contextmanager
+def served(
+    config: EngineConfig, limits: ServeSettings | None = None, counts: Any = None, **options: Any
+) -> Iterator[Server]:
+    with (
+        thread_cluster(**(counts or {"PREFILL": 1, "DECODE": 1})) as cluster,
+        Client(cluster, set_as_default=False) as client,
+        Service.attach(client, config) as probe,
+        serving(cluster.scheduler_address, config, limits, **options) as url,
+    ):
+        yield Server(url, config.model, probe, cluster.scheduler_address)
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[Server]:
+    """The mock model, quick steps, on one prefill and one decode instance."""
+    with served(mock_config()) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def llama() -> Iterator[Server]:
+    """A small random model, in float32."""
+    config = EngineConfig(model="tiny-random-llama", dtype="float32", num_kv_blocks=400)
+    with served(config, counts={"COLOCATED": 1}) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def eventually() -> Callable[..., None]:
+    return wait_until
+
+
+@pytest.fixture(scope="session")
+def serve() -> Callable[..., Any]:
+    """Start another server: ``with serve(mock(), limits) as server``."""
+    return served
+
+
+@pytest.fixture(scope="session")
+def mock() -> Callable[..., EngineConfig]:
+    return mock_config
+
+
+@pytest.fixture(scope="session")
+def limits() -> Callable[..., ServeSettings]:
+    """The settings with changes: ``limits(max_in_flight=2)``."""
+    return lambda **changes: settings().serve.model_copy(update=changes)

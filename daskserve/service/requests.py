@@ -29,7 +29,7 @@ class RequestMaker:
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._numbers = itertools.count(1)
         # Ids begin with a number: Dask groups tasks by the letters at the start of their keys.
         self._suffix = secrets.token_hex(8)
@@ -58,7 +58,7 @@ class RequestMaker:
             More KV than any instance's pool holds.
         """
         ids = self._token_ids(prompt)
-        context = self._tokenizer.context_tokens
+        context = self.tokenizer.context_tokens
         if len(ids) >= context:
             raise ContextOverflow(
                 f"the prompt has {len(ids)} tokens, the model's context {context} with the"
@@ -77,14 +77,14 @@ class RequestMaker:
 
     def _token_ids(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
-            return self._tokenizer.encode(prompt)
+            return self.tokenizer.encode(prompt)
         if not isinstance(prompt, list | tuple) or not prompt:
             raise InvalidParameter(
                 "prompt", prompt, "must be text, token ids or messages, and not empty"
             )
         if isinstance(prompt[0], dict):
-            return self._tokenizer.chat(prompt)
-        limit = self._tokenizer.vocab_size
+            return self.tokenizer.chat(prompt)
+        limit = self.tokenizer.vocab_size
         for token_id in prompt:
             is_id = isinstance(token_id, int) and not isinstance(token_id, bool)
             if not is_id or not 0 <= token_id < limit:

@@ -130,6 +130,11 @@ class Service:
 
     # Requests.
 
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """Of the model that runs; for services that are open."""
+        return self._maker.tokenizer
+
     def validate(self, prompt: Prompt, params: SamplingParams | None = None) -> Request:
         """Tokenize and check a prompt (RequestError): the request that `submit` would send."""
         is_colocated = self._connection.is_colocated

@@ -77,7 +77,7 @@ class Tokenizer:
         if not text:
             raise InvalidParameter("prompt", "", "must not be empty")
         self._refuse_hopeless(text)
-        return self._plain.encode(text).ids
+        return _ids(self._plain, text)
 
     def chat(self, messages: Sequence[dict[str, Any]]) -> list[int]:
         """Token ids of a conversation in the model's chat template, ready for the answer.
@@ -101,7 +101,7 @@ class Tokenizer:
         for text, is_template in self._template.render(checked):
             self._refuse_hopeless(text)
             rust = self._with_special if is_template else self._plain
-            ids += rust.encode(text, add_special_tokens=False).ids
+            ids += _ids(rust, text, add_special_tokens=False)
         return ids
 
     def decode(self, token_ids: Iterable[int]) -> str:
@@ -119,3 +119,11 @@ class Tokenizer:
                 f"the prompt has {len(text)} characters; the context of {self.context_tokens} "
                 f"tokens holds at most {limit}: shorten it"
             )
+
+
+def _ids(rust: RustTokenizer, text: str, add_special_tokens: bool = True) -> list[int]:
+    """As ``encode`` gives them, but several times faster and, for other threads, without the GIL:
+    no offsets of a long prompt are made, and only this method lets go of it."""
+    [encoding] = rust.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+    ids: list[int] = encoding.ids
+    return ids

@@ -35,12 +35,15 @@ def main() -> None:
     if not given.quick:
         settings += [("bfloat16", 1), ("float32", min(2, cores)), ("float32", 1)]
     plan = _plan(given.quick)
+    sides = [side for side in SIDES if side != "openvino"]
+    if importlib.util.find_spec("openvino_genai") is None:
+        print("OpenVINO GenAI is not installed: the distance to it is not measured here")
+    else:
+        sides.append("openvino")
     figures = []
     for dtype, threads in settings:
         is_main = (dtype, threads) == settings[0]
-        figures += compare(dtype, threads, plan, is_main)
-    if importlib.util.find_spec("openvino_genai") is None:
-        print("OpenVINO GenAI is not installed: the distance to it is not measured here")
+        figures += compare(dtype, threads, plan, sides, is_main)
     print(json.dumps(figures))
 
 
@@ -50,24 +53,28 @@ def _plan(quick: bool) -> dict:
     return {"batches": [1, 8, 32], "tokens": 32, "rounds": 3, "rows": 32, "job_tokens": 48}
 
 
-def compare(dtype: str, threads: int, plan: dict, is_main: bool) -> list[dict]:
-    """One setting: both sides, the table, and the figures with their targets."""
-    sides = {
-        side: _in_process(side, dtype, threads, plan)
-        for side in ("daskserve", "generate", "continuous")
-    }
+def compare(dtype: str, threads: int, plan: dict, names: list[str], is_main: bool) -> list[dict]:
+    """One setting: all sides, the table, and the figures with their targets."""
+    sides = {side: _in_process(side, dtype, threads, plan) for side in names}
     ours, peer = sides["daskserve"], {**sides["generate"], **sides["continuous"]}
+    openvino = sides.get("openvino", {})
     print(f"\n{dtype}, {threads} thread(s), {PROMPT_TOKENS} prompt tokens; tok/s")
-    print(f"  {'':22}{'daskserve':>10}{'transformers':>14}{'ratio':>8}")
+    print(f"  {'':14}{'daskserve':>10}{'transformers':>14}{'ratio':>7}", end="")
+    print(f"{'OpenVINO GenAI':>16}{'ratio':>7}" if openvino else "")
     figures = []
     for name in ours:
         ratio = ours[name] / peer[name]
-        print(f"  {name:22}{ours[name]:10.0f}{peer[name]:14.0f}{ratio:8.2f}")
+        print(f"  {name:14}{ours[name]:10.0f}{peer[name]:14.0f}{ratio:7.2f}", end="")
         label = f"{name}_{dtype}_{threads}t"
         figures.append(_figure(label, ours[name], "tok/s"))
         # The targets are for bfloat16 on two threads; other settings are for orientation.
         target = TARGETS.get(name) if is_main else None
         figures.append(_figure(f"{label}_ratio", ratio, "x transformers", target))
+        if openvino:
+            distance = ours[name] / openvino[name]
+            figures.append(_figure(f"{label}_openvino_ratio", distance, "x OpenVINO GenAI"))
+            print(f"{openvino[name]:16.0f}{distance:7.2f}", end="")
+        print()
     return figures
 
 
@@ -224,7 +231,23 @@ def run_continuous(dtype: str, threads: int, plan: dict) -> dict[str, float]:
     return {"ragged_job": median_of(min(2, plan["rounds"]), rate)}
 
 
-SIDES = {"daskserve": run_daskserve, "generate": run_generate, "continuous": run_continuous}
+def run_openvino(dtype: str, threads: int, plan: dict) -> dict[str, float]:
+    import openvino_peer
+
+    from daskserve.models import resolve
+    from daskserve.text.tokenizer import Tokenizer
+
+    folder = resolve(MODEL)
+    prompts = ragged_prompts(Tokenizer.load(folder), plan["rows"])
+    return openvino_peer.measure(folder, dtype, threads, plan, fixed_prompts, prompts)
+
+
+SIDES = {
+    "daskserve": run_daskserve,
+    "generate": run_generate,
+    "continuous": run_continuous,
+    "openvino": run_openvino,
+}
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--side"]:

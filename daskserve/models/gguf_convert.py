@@ -29,7 +29,7 @@ REVISION = 1
 _CONTROL_TOKEN = 3
 
 
-_NAMES = {
+GGUF_NAMES = {
     "token_embd.weight": "model.embed_tokens.weight",
     "output_norm.weight": "model.norm.weight",
     "attn_norm": "input_layernorm",
@@ -42,6 +42,7 @@ _NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+"""What GGUF calls a tensor, or a part of a block, and what transformers calls it."""
 
 
 def convert(gguf: Path, target: Path) -> None:
@@ -108,12 +109,12 @@ def _weights(
     for tensor in tensors:
         values = dequantize(tensor.data, tensor.tensor_type)
         if not tensor.name.startswith("blk."):
-            yield _NAMES[tensor.name], values
+            yield GGUF_NAMES[tensor.name], values
             continue
         _, layer, part, kind = tensor.name.split(".")
         if part in heads:
             values = _rotated_by_halves(values, heads[part])
-        yield f"model.layers.{layer}.{_NAMES[part]}.{kind}", values
+        yield f"model.layers.{layer}.{GGUF_NAMES[part]}.{kind}", values
 
 
 def _rotated_by_halves(values: np.ndarray, num_heads: int) -> np.ndarray:

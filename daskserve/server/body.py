@@ -13,13 +13,13 @@ from starlette.types import Receive, Scope
 from daskserve.server.errors import Refusal
 
 
-async def read_json(scope: Scope, receive: Receive, max_bytes: int, timeout_s: float) -> Any:
-    """The parsed body; orjson itself refuses NaN and more than about a thousand levels.
+async def read_body(scope: Scope, receive: Receive, max_bytes: int, timeout_s: float) -> bytes:
+    """The body of a request that says it is JSON.
 
     Raises
     ------
     Refusal
-        Not JSON, too large, or too slow.
+        Of another type, too large, or too slow.
     ClientDisconnect
         The client left before the body was complete.
     """
@@ -33,10 +33,14 @@ async def read_json(scope: Scope, receive: Receive, max_bytes: int, timeout_s: f
         raise Refusal(415, "a compressed body is not read", code="unsupported_media_type")
     try:
         async with asyncio.timeout(timeout_s):
-            data = await _read(receive, max_bytes)
+            return await _read(receive, max_bytes)
     except TimeoutError:
         message = f"the body was not complete within {timeout_s:g} s"
         raise Refusal(408, message, code="request_timeout") from None
+
+
+def parsed(data: bytes) -> Any:
+    """JSON (Refusal); orjson takes no NaN and no more than about a thousand levels."""
     try:
         return orjson.loads(data)
     except orjson.JSONDecodeError as error:

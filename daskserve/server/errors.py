@@ -9,8 +9,6 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-from starlette.responses import JSONResponse
-
 from daskserve.errors import (
     ClusterError,
     ContextOverflow,
@@ -24,6 +22,7 @@ from daskserve.errors import (
     RequestCancelled,
     RequestError,
 )
+from daskserve.server.shapes import JSON
 
 
 @dataclass(eq=False)
@@ -62,11 +61,11 @@ class Refusal(Exception):
             }
         }
 
-    def response(self) -> JSONResponse:
+    def response(self) -> JSON:
         headers = dict(self.headers)
         if self.retry_after_s is not None:
             headers["retry-after"] = str(max(1, math.ceil(self.retry_after_s)))
-        return JSONResponse(self.body(), self.status, headers)
+        return JSON(self.body(), self.status, headers)
 
 
 def _kind(status: int) -> str:

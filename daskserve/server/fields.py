@@ -11,11 +11,10 @@ from typing import Any
 
 from daskserve.batch.prompts import Prompt, checked_conversation, checked_prompt, read_body
 from daskserve.config import ServeSettings
-from daskserve.core.params import MAX_SEED, SamplingParams
+from daskserve.core.params import MAX_LOGPROBS, MAX_SEED, SamplingParams
 from daskserve.errors import InvalidParameter
 from daskserve.server.errors import Refusal
 
-MAX_LOGPROBS = 20
 _COMPLETION_TOKENS = 16  # OpenAI's default
 _STREAM_OPTIONS = ("include_usage", "continuous_usage_stats", "include_obfuscation")
 
@@ -83,8 +82,12 @@ def read_ask(body: Any, is_chat: bool, model: str, limits: ServeSettings) -> Ask
     options = _stream_options(rest.pop("stream_options", None), is_stream)
     num_choices = _count(rest, "n", 1, 1, limits.max_sequences)
     _check_best_of(rest, num_choices)
+    logprobs = _chat_logprobs(rest) if is_chat else _completion_logprobs(rest)
     echo = False if is_chat else _flag(rest, "echo")
+    if echo and logprobs is not None:
+        raise InvalidParameter("logprobs", logprobs, "cannot be given for an echoed prompt")
     given, params = read_body(rest, is_chat, default_params(is_chat, limits), model)
+    params = replace(params, logprobs=logprobs)
     if is_chat:
         prompts: tuple[Prompt, ...] = (checked_conversation(given),)
     else:
@@ -97,11 +100,9 @@ def read_ask(body: Any, is_chat: bool, model: str, limits: ServeSettings) -> Ask
     return ask
 
 
-def params_of_choice(params: SamplingParams, index: int) -> SamplingParams:
-    """With a seed every choice has one of its own, else all would be the same."""
-    if params.seed is None or index == 0:
-        return params
-    return replace(params, seed=(params.seed + index) % (MAX_SEED + 1))
+def seed_of_choice(seed: int, choice: int) -> int:
+    """Choices of one prompt differ, and with the request's seed are the same ones again."""
+    return (seed + choice) % (MAX_SEED + 1)
 
 
 def _check_model(given: Any, model: str) -> None:
@@ -133,6 +134,21 @@ def _check_best_of(rest: dict[str, Any], num_choices: int) -> None:
     best_of = rest.pop("best_of", None)
     if best_of is not None and (isinstance(best_of, bool) or best_of != num_choices):
         raise InvalidParameter("best_of", best_of, "is not supported beyond n; leave it out")
+
+
+def _chat_logprobs(rest: dict[str, Any]) -> int | None:
+    is_wanted = _flag(rest, "logprobs")
+    num_top = _count(rest, "top_logprobs", -1, 0, MAX_LOGPROBS)
+    if num_top > 0 and not is_wanted:
+        raise InvalidParameter("top_logprobs", num_top, "needs logprobs: true")
+    return max(num_top, 0) if is_wanted else None
+
+
+def _completion_logprobs(rest: dict[str, Any]) -> int | None:
+    if rest.get("logprobs") is False:
+        del rest["logprobs"]
+    num_top = _count(rest, "logprobs", -1, 0, MAX_LOGPROBS)
+    return num_top if num_top >= 0 else None
 
 
 def _stream_options(given: Any, is_stream: bool) -> tuple[bool, bool]:

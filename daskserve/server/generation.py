@@ -3,37 +3,27 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
-from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
+from daskserve.batch.prompts import Prompt
 from daskserve.config import ServeSettings
-from daskserve.core.request import FinishReason, Request, TokenDelta
+from daskserve.core.request import Request
 from daskserve.server.admission import Admission
-from daskserve.server.body import read_json
+from daskserve.server.body import parsed, read_body
 from daskserve.server.errors import refusal_of
-from daskserve.server.events import DONE, EventSender, until_gone
-from daskserve.server.fields import Ask, params_of_choice, read_ask
-from daskserve.server.shapes import Envelope, Piece, Usage
+from daskserve.server.events import DONE, ClientGone, EventSender, until_gone
+from daskserve.server.fields import Ask, read_ask, seed_of_choice
+from daskserve.server.logprobs import LogprobWriter, joined
+from daskserve.server.sequences import Answer, merged
+from daskserve.server.shapes import JSON, Envelope, Piece, Usage
 from daskserve.service import Service
-from daskserve.service.token_stream import TokenStream
 
-_SMALL_BODY_CHARS = 20_000
-_QUEUE_SIZE = 64
-
-
-@dataclass(slots=True)
-class Sequence:
-    """One answer in the making."""
-
-    index: int
-    request: Request
-    stream: TokenStream
-    num_output_tokens: int = 0
-    finish_reason: FinishReason | None = None
+_SMALL_BODY_BYTES = 16 * 1024
+"""Parsed and tokenized at once; more in a thread, so that no token has to wait for it."""
 
 
 class Generation:
@@ -61,111 +51,92 @@ class Generation:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         limits = self._limits
         with self._admission.place() as place:
-            body = await read_json(scope, receive, limits.max_body_bytes, limits.read_timeout_s)
-            ask = read_ask(body, self._is_chat, self._model, limits)
+            data = await read_body(scope, receive, limits.max_body_bytes, limits.read_timeout_s)
+            if len(data) <= _SMALL_BODY_BYTES:
+                ask, requests = self._read(data)
+            else:
+                ask, requests = await asyncio.to_thread(self._read, data)
+            del data
             place.grow(ask.num_sequences)
-            del body
-            requests = await self._validated(ask)
-            sequences: list[Sequence] = []
+            answers: list[Answer] = []
             try:
-                for index, request in enumerate(requests):
-                    stream = self._service.stream_request(
-                        request, timeout_s=limits.request_timeout_s
-                    )
-                    sequences.append(Sequence(index, request, stream))
+                self._begin(ask, requests, answers)
                 if ask.is_stream:
                     sender = EventSender(send, limits.write_timeout_s)
-                    await until_gone(receive, self._stream(ask, sequences, sender))
+                    await until_gone(receive, self._stream(ask, answers, sender))
                 else:
-                    whole = await until_gone(receive, self._whole(ask, sequences))
-                    await JSONResponse(whole)(scope, receive, send)
+                    whole = await until_gone(receive, self._whole(ask, answers))
+                    await JSON(whole)(scope, receive, send)
             finally:
-                for sequence in sequences:
-                    await sequence.stream.aclose()
+                for answer in answers:
+                    await answer.stream.aclose()
 
-    async def _validated(self, ask: Ask) -> list[Request]:
-        """A request per answer, choices of one prompt side by side."""
-        return [
-            self._service.validate(prompt, params_of_choice(ask.params, choice))
-            for prompt in ask.prompts
-            for choice in range(ask.num_choices)
+    def _read(self, data: bytes) -> tuple[Ask, list[Request]]:
+        """What is asked, and a request per prompt."""
+        ask = read_ask(parsed(data), self._is_chat, self._model, self._limits)
+        return ask, [self._service.validate(prompt, ask.params) for prompt in ask.prompts]
+
+    def _begin(self, ask: Ask, requests: Sequence[Request], answers: list[Answer]) -> None:
+        """Submit a request per answer, choices of one prompt side by side."""
+        for prompt, request in zip(ask.prompts, requests, strict=True):
+            prefix = self._text_of(prompt) if ask.echo else ""
+            for choice in range(ask.num_choices):
+                own = _of_choice(request, choice)
+                stream = self._service.stream_request(own, timeout_s=self._limits.request_timeout_s)
+                writer = None
+                if ask.params.logprobs is not None:
+                    writer = LogprobWriter(self._service.tokenizer, ask.is_chat, len(prefix))
+                answers.append(Answer(len(answers), own, stream, prefix, writer))
+
+    def _text_of(self, prompt: Prompt) -> str:
+        return prompt if isinstance(prompt, str) else self._service.tokenizer.decode(prompt)
+
+    async def _whole(self, ask: Ask, answers: list[Answer]) -> dict[str, Any]:
+        parts: list[list[Piece]] = [[] for _ in answers]
+        async for piece in merged(answers):
+            parts[piece.index].append(piece)
+        pieces = [
+            Piece(
+                answer.index,
+                "".join(piece.text for piece in own),
+                answer.finish_reason,
+                logprobs=joined([piece.logprobs for piece in own if piece.logprobs]),
+            )
+            for answer, own in zip(answers, parts, strict=True)
         ]
+        return Envelope(ask.is_chat, self._model).whole(pieces, _usage(ask, answers))
 
-    async def _whole(self, ask: Ask, sequences: list[Sequence]) -> dict[str, Any]:
-        texts: list[list[str]] = [[] for _ in sequences]
-        async for sequence, delta in _merged(sequences):
-            texts[sequence.index].append(delta.text)
-        pieces = [Piece(s.index, "".join(texts[s.index]), s.finish_reason) for s in sequences]
-        return Envelope(ask.is_chat, self._model).whole(pieces, _usage(ask, sequences))
-
-    async def _stream(self, ask: Ask, sequences: list[Sequence], sender: EventSender) -> None:
+    async def _stream(self, ask: Ask, answers: list[Answer], sender: EventSender) -> None:
         envelope = Envelope(ask.is_chat, self._model)
         try:
-            async for sequence, delta in _merged(sequences):
-                is_first = delta.first_index == 0
-                piece = Piece(sequence.index, delta.text, delta.finish_reason, is_first)
+            async for piece in merged(answers):
                 chunk = envelope.chunk(piece)
-                if ask.usage_on_every_chunk:
-                    chunk["usage"] = _usage(ask, sequences).shape()
-                elif ask.include_usage:
-                    chunk["usage"] = None
+                if ask.include_usage:
+                    usage = _usage(ask, answers).shape() if ask.usage_on_every_chunk else None
+                    chunk["usage"] = usage
                 await sender.event(chunk)
             if ask.include_usage:
-                await sender.event(envelope.usage_chunk(_usage(ask, sequences)))
+                await sender.event(envelope.usage_chunk(_usage(ask, answers)))
         except Exception as error:
-            if not sender.is_started:
-                raise
+            if isinstance(error, ClientGone) or not sender.is_started:
+                raise  # to nobody, or as a status of its own
+            # What was sent stands; an explicit error and no [DONE] says that there is no more.
             await sender.event(refusal_of(error).body())
             await sender.finish(b"")
             return
         await sender.finish(DONE)
 
 
-def _usage(ask: Ask, sequences: list[Sequence]) -> Usage:
-    prompts = sequences[:: ask.num_choices]
+def _of_choice(request: Request, choice: int) -> Request:
+    if choice == 0:
+        return request
+    request_id = f"{request.request_id}-{choice}"
+    return replace(request, request_id=request_id, seed=seed_of_choice(request.seed, choice))
+
+
+def _usage(ask: Ask, answers: list[Answer]) -> Usage:
+    """Each prompt counts once, however many choices it has."""
     return Usage(
-        sum(sequence.request.num_prompt_tokens for sequence in prompts),
-        sum(sequence.num_output_tokens for sequence in sequences),
+        sum(answer.request.num_prompt_tokens for answer in answers[:: ask.num_choices]),
+        sum(answer.num_output_tokens for answer in answers),
     )
-
-
-async def _merged(sequences: list[Sequence]) -> AsyncIterator[tuple[Sequence, TokenDelta]]:
-    """Deltas of all sequences as they come."""
-    if len(sequences) == 1:
-        async for delta in _noted(sequences[0]):
-            yield sequences[0], delta
-        return
-    queue: asyncio.Queue[tuple[Sequence, TokenDelta] | None | Exception] = asyncio.Queue(
-        _QUEUE_SIZE
-    )
-
-    async def forward(sequence: Sequence) -> None:
-        try:
-            async for delta in _noted(sequence):
-                await queue.put((sequence, delta))
-            await queue.put(None)
-        except Exception as error:
-            await queue.put(error)
-
-    tasks = [asyncio.create_task(forward(sequence)) for sequence in sequences]
-    num_left = len(tasks)
-    try:
-        while num_left:
-            item = await queue.get()
-            if isinstance(item, Exception):
-                raise item
-            if item is None:
-                num_left -= 1
-            else:
-                yield item
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def _noted(sequence: Sequence) -> AsyncIterator[TokenDelta]:
-    async for delta in sequence.stream:
-        sequence.num_output_tokens += len(delta.token_ids)
-        sequence.finish_reason = delta.finish_reason
-        yield delta

@@ -7,7 +7,19 @@ from dataclasses import dataclass, field
 from typing import Any
 from uuid import uuid4
 
+import orjson
+from starlette.responses import Response
+
 from daskserve.core.request import FinishReason
+
+
+class JSON(Response):
+    """A response whose content is JSON."""
+
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:
+        return orjson.dumps(content)
 
 
 @dataclass(frozen=True, slots=True)

@@ -112,6 +112,10 @@ class Tokenizer:
         detokenizer.flush()
         return detokenizer.text
 
+    def token_text(self, token_id: int) -> str:
+        """A token as the vocabulary writes it, special ones too; empty for an id that it lacks."""
+        return self._plain.id_to_token(token_id) or ""
+
     def _refuse_hopeless(self, text: str) -> None:
         limit = self.context_tokens * self._max_token_chars
         if len(text) > limit:

@@ -45,6 +45,9 @@ class ServiceSettings(_Section):
     """``daskserve.service``: how instances are fed, waited for and given up."""
 
     prefill_slots: int = Field(ge=1)
+    max_waiting_requests: int = Field(ge=0)
+    max_waiting_prompt_tokens: int = Field(ge=1)
+    link_silence_s: float = Field(gt=0, allow_inf_nan=False)
     max_attempts: int = Field(ge=1)
     probation_s: float = Field(ge=0, allow_inf_nan=False)
     start_timeout_s: float = Field(gt=0, allow_inf_nan=False)

@@ -9,6 +9,7 @@ DaskserveError
 |   |-- DeadlineExceeded      the request was not finished in time
 |   |-- Overloaded            too many requests wait already: try again later
 |   |-- KilledInstance        instance after instance died while it ran this request
+|   |-- AnswerDiverged        after a fault the tokens came out unlike those already sent
 |   `-- RequestCancelled      the caller cancelled it
 |-- KVUnavailable             a KV pull was refused, broken or too late: recompute
 |-- InstanceLost              a worker died or was replaced: retried elsewhere
@@ -103,6 +104,12 @@ class KilledInstance(RequestError):
     """Given up so that it takes down no more instances; not to be retried."""
 
     code = "killed_instance"
+
+
+class AnswerDiverged(RequestError):
+    """A stream ends here because going on would contradict what it has sent."""
+
+    code = "answer_diverged"
 
 
 class RequestCancelled(RequestError):

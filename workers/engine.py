@@ -14,7 +14,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from daskserve.core.instance import EngineConfig, InstanceLoad, Role
-from daskserve.core.request import Completion, FinishReason, Prefilled, TokenDelta
+from daskserve.core.request import (
+    Completion,
+    FinishReason,
+    Prefilled,
+    TokenDelta,
+    TokenLogprob,
+)
 from daskserve.errors import DaskserveError, EngineStepFailed, RequestCancelled
 from daskserve.text.detokenizer import Detokenizer
 from daskserve.text.tokenizer import Tokenizer
@@ -26,7 +32,7 @@ from daskserve.workers.kv_digest import kv_digest
 from daskserve.workers.kv_pool import KVPool
 from daskserve.workers.outcome import completion, prefilled
 from daskserve.workers.prefill import PrefillScheduler
-from daskserve.workers.sampler import INVALID, sample
+from daskserve.workers.sampler import INVALID, logprobs, sample
 from daskserve.workers.sequence import Sequence, State
 from daskserve.workers.step import Step, pack
 
@@ -182,14 +188,21 @@ class Engine:
             if not s.request.params.is_greedy
         ]
         try:
-            tokens = sample(self.runner.forward(pack(step, self.pool)), draws)
+            logits = self.runner.forward(pack(step, self.pool))
+            tokens = sample(logits, draws)
+            asked = [
+                (row, s.request.params.logprobs)
+                for row, s in enumerate(sequences)
+                if s.request.params.logprobs is not None
+            ]
+            values = logprobs(logits, asked, tokens) if asked else {}
         except Exception as error:
             logger.exception("an engine step of %d requests failed", len(sequences))
             cause = f"{type(error).__name__}: {error}"
             for sequence in sequences:
                 self._end(sequence, EngineStepFailed(f"the engine step raised {cause}"))
         else:
-            self._advance(step, tokens)
+            self._advance(step, tokens, values)
         self._num_steps += 1
         self.publish_load()
 
@@ -228,7 +241,7 @@ class Engine:
             if sequence.output_ids and sequence.decode_started_at is None:
                 sequence.decode_started_at = started_at
 
-    def _advance(self, step: Step, tokens: np.ndarray) -> None:
+    def _advance(self, step: Step, tokens: np.ndarray, values: dict[int, TokenLogprob]) -> None:
         now = self.service_now()
         token_ids = tokens.tolist()
         num_running = 0
@@ -236,14 +249,14 @@ class Engine:
             running = list(step.decode.sequences)
             num_running = len(running)
             step.decode.advance(tokens[:num_running])
-            for sequence, token_id in zip(running, token_ids, strict=False):
+            for row, (sequence, token_id) in enumerate(zip(running, token_ids, strict=False)):
                 sequence.num_computed += 1
-                self._accept(sequence, token_id, now)
-        for chunk, token_id in zip(step.chunks, token_ids[num_running:], strict=True):
+                self._accept(sequence, token_id, now, values.get(row))
+        for row, chunk in enumerate(step.chunks, start=num_running):
             sequence = chunk.sequence
             is_last = chunk.is_last
             sequence.num_computed += chunk.num_tokens
-            if is_last and self._accept(sequence, token_id, now):
+            if is_last and self._accept(sequence, token_ids[row], now, values.get(row)):
                 self._prompt_computed(sequence)
 
     def _prompt_computed(self, sequence: Sequence) -> None:
@@ -266,12 +279,16 @@ class Engine:
         self._num_finished += 1
         self.events.append((sequence, prefilled(sequence, handle)))
 
-    def _accept(self, sequence: Sequence, token_id: int, now: float) -> bool:
+    def _accept(
+        self, sequence: Sequence, token_id: int, now: float, value: TokenLogprob | None
+    ) -> bool:
         """Take the next token; True when the sequence goes on after it."""
         if token_id == INVALID:
             self._end(sequence, EngineStepFailed("the model's logits are not finite"))
             return False
         sequence.output_ids.append(token_id)
+        if value is not None:
+            sequence.logprobs.append(value)
         if sequence.first_token_at is None:
             sequence.first_token_at = now
             started_at = sequence.prefill_started_at
@@ -284,7 +301,8 @@ class Engine:
         if sequence.streams:
             index = len(sequence.output_ids) - 1
             request_id = sequence.request.request_id
-            delta = TokenDelta(request_id, index, (token_id,), text, reason)
+            entries = None if value is None else (value,)
+            delta = TokenDelta(request_id, index, (token_id,), text, reason, entries)
             self.events.append((sequence, delta))
         if reason is not None:
             self._finish(sequence, reason, now)

@@ -118,30 +118,43 @@ class Instance:
         prefilled: Prefilled,
         pull: Pull,
         on_token: OnToken | None = None,
+        emitted: TokenDelta | None = None,
     ) -> Completion:
         """DECODE: wait for room, pull the KV, decode to the end.
 
         A KV that cannot be pulled in time, or is not what the handle says, is computed again
-        here. Tokens after the first are given to ``on_token``.
+        here. Tokens after the first are given to ``on_token``. What an instance that is gone has
+        ``emitted``, all of it from the first token on, is computed again instead of the pull and
+        goes on from its end: whatever the precision, it is not contradicted.
         """
         self._require(Role.DECODE)
         if prefilled.completion is not None:
             return prefilled.completion
+        first_logprob = prefilled.first_logprob
         sequence = Sequence(
             request,
             streams=on_token is not None,
             handle=prefilled.handle,
             output_ids=[prefilled.first_token_id],
+            logprobs=[] if first_logprob is None else [first_logprob],
             first_token_at=prefilled.first_token_at,
             prefill_queue_s=prefilled.prefill_queue_s,
             prefill_s=prefilled.prefill_s,
         )
+        _resume(sequence, emitted)
         return await self._run(sequence, on_token, pull)
 
-    async def generate(self, request: Request, on_token: OnToken | None = None) -> Completion:
-        """COLOCATED: prefill and decode here."""
+    async def generate(
+        self,
+        request: Request,
+        on_token: OnToken | None = None,
+        emitted: TokenDelta | None = None,
+    ) -> Completion:
+        """COLOCATED: prefill and decode here; ``emitted`` as for `decode`."""
         self._require(Role.COLOCATED)
-        return await self._run(Sequence(request, streams=on_token is not None), on_token)
+        sequence = Sequence(request, streams=on_token is not None)
+        _resume(sequence, emitted)
+        return await self._run(sequence, on_token)
 
     def abort(self, request_id: str) -> None:
         """Cancel a request in any state; its caller gets ``RequestCancelled``. Any thread."""
@@ -275,3 +288,12 @@ class Instance:
             )
 
         waiter.pull_task.add_done_callback(ended)
+
+
+def _resume(sequence: Sequence, emitted: TokenDelta | None) -> None:
+    """Go on from the end of what another instance has emitted."""
+    if emitted is not None:
+        sequence.handle = None
+        sequence.output_ids = list(emitted.token_ids)
+        sequence.logprobs = list(emitted.logprobs or ())
+        sequence.num_recomputes = 1

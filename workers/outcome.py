@@ -16,6 +16,7 @@ def completion(sequence: Sequence, reason: FinishReason, text: str, now: float) 
         finish_reason=reason,
         num_prompt_tokens=sequence.request.num_prompt_tokens,
         timeline=_timeline(sequence, now),
+        logprobs=None if sequence.request.params.logprobs is None else tuple(sequence.logprobs),
     )
 
 
@@ -31,6 +32,7 @@ def prefilled(
         prefill_s=sequence.prefill_s,
         handle=handle,
         completion=answer,
+        first_logprob=sequence.logprobs[0] if sequence.logprobs else None,
     )
 
 

@@ -6,12 +6,14 @@ preemption or another batch around it repeats a request's tokens.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
 import torch
 
 from daskserve.core.params import SamplingParams
+from daskserve.core.request import TokenLogprob
 
 INVALID = -1
 """Chosen for a row whose logits are not finite: its request fails, its neighbours go on."""
@@ -56,6 +58,44 @@ def sample(
             tokens[row] = _draw(rows[row], params, uniform(seed, index))
     tokens[invalid] = INVALID
     return tokens
+
+
+def logprobs(
+    logits: torch.Tensor, asked: Sequence[tuple[int, int]], tokens: np.ndarray
+) -> dict[int, TokenLogprob]:
+    """Log-probabilities of the tokens that were chosen, by row.
+
+    They are of the model's own distribution, whatever temperature, top_p and top_k made of it.
+
+    Parameters
+    ----------
+    logits
+        float32 [R, vocab].
+    asked
+        (row, number of the likeliest tokens to name); other rows cost nothing.
+    tokens
+        int64 [R], what `sample` chose; rows without a valid token are left out.
+    """
+    rows = logits.numpy()
+    return {
+        row: _logprob(rows[row], int(tokens[row]), num_top)
+        for row, num_top in asked
+        if tokens[row] != INVALID
+    }
+
+
+def _logprob(logits: np.ndarray, token_id: int, num_top: int) -> TokenLogprob:
+    best = logits.max()
+    total = best + math.log(np.exp(logits - best).sum(dtype=np.float64))
+    top: np.ndarray = np.empty(0, np.int64)
+    if num_top:
+        count = min(num_top, len(logits))
+        top = np.argpartition(logits, -count)[-count:]
+        # Equals in order of id, as everywhere.
+        top = top[np.lexsort((top, -logits[top]))]
+    return TokenLogprob(
+        float(logits[token_id] - total), tuple((int(i), float(logits[i] - total)) for i in top)
+    )
 
 
 def _draw(logits: np.ndarray, params: SamplingParams, u: float) -> int:

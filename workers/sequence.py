@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from daskserve.core.kv import KVHandle
-from daskserve.core.request import Request
+from daskserve.core.request import Request, TokenLogprob
 from daskserve.text.detokenizer import Detokenizer
 
 _owners = itertools.count(1)
@@ -44,8 +44,8 @@ class Sequence:
         PREFILL: where the KV can be pulled from, for its handle.
     handle
         DECODE: the KV to pull; None computes the prompt here.
-    output_ids
-        Tokens sampled so far.
+    output_ids, logprobs
+        Tokens sampled so far; ``logprobs`` has one entry for each if the request asks for them.
     first_token_at, prefill_queue_s, prefill_s
         Seconds on the service clock and durations, as in ``Timeline``.
     """
@@ -55,6 +55,7 @@ class Sequence:
     address: str = ""
     handle: KVHandle | None = None
     output_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
     first_token_at: float | None = None
     prefill_queue_s: float = 0.0
     prefill_s: float = 0.0

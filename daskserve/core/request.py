@@ -141,6 +141,7 @@ class Prefilled:
     prefill_s: float
     handle: KVHandle | None
     completion: Completion | None = None
+    first_logprob: TokenLogprob | None = None
 
 
 @dataclass(frozen=True, slots=True)

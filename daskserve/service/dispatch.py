@@ -1,4 +1,4 @@
-"""The scheduler's side: binds every prefill and decode task to an instance.
+"""The scheduler's side: binds every prefill and decode to an instance, task or online request.
 
 Dask asks no plugin which worker to choose, so each of our tasks is first parked: restricted to
 an address that no worker has, which leaves it unrunnable. After every event the pump binds what
@@ -20,7 +20,7 @@ from distributed.protocol.pickle import dumps
 
 from daskserve.config import ServiceSettings
 from daskserve.core.instance import Role
-from daskserve.errors import DaskserveError, KilledInstance
+from daskserve.errors import ClusterError, DaskserveError, KilledInstance
 from daskserve.service.dispatch_check import DispatchCheck
 from daskserve.service.dispatch_state import DispatchState, Stage
 from daskserve.service.members import Members
@@ -34,6 +34,7 @@ from daskserve.service.names import (
     request_id_of,
     role_of,
 )
+from daskserve.service.online_dispatch import OnlineDispatch
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +66,7 @@ class DispatchPlugin(SchedulerPlugin):
         self._is_pump_due = False
         self._has_complained = False
         self.members = Members(scheduler, self._settings, self)
+        self.online = OnlineDispatch(scheduler, self._settings, self)
         self._reset()
         self.members.start()
 
@@ -72,7 +74,7 @@ class DispatchPlugin(SchedulerPlugin):
         self.state = DispatchState(self._settings.max_attempts, self._settings.probation_s)
         self.check = None
         if self._settings.check_dispatch:
-            self.check = DispatchCheck(self._scheduler, self.state)
+            self.check = DispatchCheck(self._scheduler, self.state, self.online.told_to_use)
 
     # Hooks of Dask. They run inside the scheduler's own bookkeeping: they take notes, and the
     # pump acts as soon as the scheduler is done.
@@ -92,20 +94,20 @@ class DispatchPlugin(SchedulerPlugin):
 
     def remove_worker(self, scheduler: Scheduler, worker: str, **kwargs: Any) -> None:
         try:
-            self.members.forget(worker)
-            self.state.remove_instance(worker, is_loss=False, now=time.monotonic())
+            self.lose(worker, is_loss=not _was_expected(scheduler, worker))
             self._rerun_prefills_of(worker)
-            self.wake()
         except Exception:
             self._complain()
 
     def restart(self, scheduler: Scheduler) -> None:
         self._homes.clear()
         self.members.clear()
+        self.online.refuse_all(ClusterError("the cluster was restarted"))
         self._reset()
 
     async def close(self) -> None:
         self.members.stop()
+        self.online.stop()
 
     def wake(self) -> None:
         """Have the pump run once the scheduler has finished what it is doing."""
@@ -116,7 +118,10 @@ class DispatchPlugin(SchedulerPlugin):
     def lose(self, address: str, is_loss: bool) -> None:
         """An instance is gone, its worker perhaps too."""
         self.members.forget(address)
+        instance = self.state.instances.get(address)
+        was_bound = list(instance.bound.values()) if instance is not None else []
         self.state.remove_instance(address, is_loss, time.monotonic())
+        self.online.instance_gone(address, was_bound)
         self.wake()
 
     def doom(self, stages: list[Stage], error: DaskserveError) -> None:
@@ -124,10 +129,17 @@ class DispatchPlugin(SchedulerPlugin):
         self._doomed += [(stage.key, error) for stage in stages]
         self.wake()
 
+    def free_kv_at(self, address: str, request_id: str) -> None:
+        """Have an instance give up a request, in whatever state it is there."""
+        if address in self._scheduler.workers:
+            message = {"op": FREE_KV, "request_id": request_id}
+            self._scheduler.worker_send(address, message)
+
     def homes(self) -> dict[str, list[str]]:
         """Addresses that hold KV, with the requests it belongs to."""
         by_address: dict[str, list[str]] = {}
-        for request_id, address in self._homes.items():
+        online = ((run_id, address) for address, run_id in self.online.homes())
+        for request_id, address in (*self._homes.items(), *online):
             by_address.setdefault(address, []).append(request_id)
         return by_address
 
@@ -135,9 +147,11 @@ class DispatchPlugin(SchedulerPlugin):
         """Counters for people and tests."""
         check = self.check
         return {
+            "roles": {role.value: self.state.counters(role) for role in Role},
             "waiting": {role.value: self.state.num_waiting(role) for role in Role},
             "running": sum(stage.instance is not None for stage in self.state.stages.values()),
-            "holding": len(self._homes),
+            "holding": sum(map(len, self.homes().values())),
+            "online": self.online.num_open,
             "failed": self._has_complained,
             "choices": check.num_choices if check else None,
             "starts": check.num_starts if check else None,
@@ -172,7 +186,7 @@ class DispatchPlugin(SchedulerPlugin):
             # Dask counts a suspicion when a worker goes without notice.
             self.lose(address, is_loss=ts.suspicious > 0)
         elif finish != "memory" and ts.key == prefill_key(request_id):
-            self._free_kv_at(address, request_id)
+            self.free_kv_at(address, request_id)
 
     def _ended(self, ts: Any, request_id: str, finish: str, worker: str) -> None:
         self.state.leave(ts.key)
@@ -192,12 +206,7 @@ class DispatchPlugin(SchedulerPlugin):
         self.state.let_go(prefill_key(request_id))
         address = self._homes.pop(request_id, None)
         if address is not None:
-            self._free_kv_at(address, request_id)
-
-    def _free_kv_at(self, address: str, request_id: str) -> None:
-        if address in self._scheduler.workers:
-            message = {"op": FREE_KV, "request_id": request_id}
-            self._scheduler.worker_send(address, message)
+            self.free_kv_at(address, request_id)
 
     def _rerun_prefills_of(self, address: str) -> None:
         """KV that nobody has pulled died with its worker, though Dask may hold a copy of the
@@ -255,10 +264,15 @@ class DispatchPlugin(SchedulerPlugin):
                     self.check.verify_choice(stage, instance)
                 if role is Role.DECODE:
                     self.state.let_go(prefill_key(request_id_of(stage.key)))
+                if self.online.owns(stage.key):
+                    self.online.bound(stage, instance)
+                    continue
                 ts = self._scheduler.tasks[stage.key]
                 ts.worker_restrictions = {instance.address}
                 ts.suspicious = 0  # losses are counted here, see `DispatchState`
                 bound.append(stage.key)
+        if not bound:
+            return
         # The scheduler takes recommendations from the end.
         recommendations = dict.fromkeys(reversed(bound), "processing")
         self._scheduler.transitions(recommendations, stimulus_id=_stimulus())
@@ -286,6 +300,9 @@ class DispatchPlugin(SchedulerPlugin):
     def _fail_doomed(self) -> None:
         doomed, self._doomed = self._doomed, []
         for key, error in doomed:
+            if self.online.owns(key):
+                self.online.refuse(self.state.stages[key], error)
+                continue
             ts = self._scheduler.tasks.get(key)
             if ts is None or ts.state != "no-worker":
                 continue
@@ -303,6 +320,7 @@ class DispatchPlugin(SchedulerPlugin):
             logger.exception("dispatch failed; tasks go to any worker of their role")
 
     def _unpark_all(self) -> None:
+        self.online.refuse_all(ClusterError("dispatch failed; see the scheduler's log"))
         recommendations = {}
         ready, self._ready = self._ready, []
         waiting = [stage.key for role in Role for stage in self.state.waiting(role)]
@@ -312,6 +330,13 @@ class DispatchPlugin(SchedulerPlugin):
                 ts.worker_restrictions = None
                 recommendations[key] = "processing"
         self._scheduler.transitions(recommendations, stimulus_id=_stimulus())
+
+
+def _was_expected(scheduler: Scheduler, worker: str) -> bool:
+    """Whether a worker that is being removed had been asked to leave."""
+    events = [event for _, event in scheduler.get_events(worker)]
+    removals = [e["expected"] for e in events if e.get("action") == "remove-worker"]
+    return bool(removals and removals[-1])
 
 
 def _stage(ts: Any) -> Stage:

@@ -6,6 +6,7 @@ runs for every request.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from distributed import Scheduler
@@ -27,11 +28,19 @@ class DispatchCheck:
         Dask's truth: which tasks each worker processes.
     state
         The books to be verified.
+    told_to_use
+        Stages of online requests whose services were told to use an instance.
     """
 
-    def __init__(self, scheduler: Scheduler, state: DispatchState) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        state: DispatchState,
+        told_to_use: Callable[[str], list[Stage]],
+    ) -> None:
         self._scheduler = scheduler
         self._state = state
+        self._told_to_use = told_to_use
         self.num_choices = 0
         self.num_starts = 0
         self.num_violations = 0
@@ -75,7 +84,10 @@ class DispatchCheck:
 
     def _true_sums(self, instance: InstanceState, without: str) -> tuple[int, int, int]:
         """Prompt tokens, KV blocks and number of the tasks that Dask has on the worker."""
-        tokens = blocks = count = 0
+        online = [s for s in self._told_to_use(instance.address) if s.key != without]
+        tokens = sum(stage.prompt_tokens for stage in online)
+        blocks = sum(stage.blocks_on(instance) for stage in online)
+        count = len(online)
         for key, ts in self._tasks_on(instance.address).items():
             if key == without:
                 continue
@@ -100,6 +112,7 @@ class DispatchCheck:
         on_probation = instance.on_probation not in (None, stage)
         return (
             instance.is_accepting
+            and address not in stage.shunned
             and not (stage.is_suspect and on_probation)
             and count < instance.slots
             and used + stage.blocks_on(instance) <= instance.num_blocks

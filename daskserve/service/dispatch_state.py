@@ -48,12 +48,12 @@ class InstanceState:
 
 @dataclass(slots=True, eq=False)
 class Stage:
-    """One task of a request: its prefill, its decode, or all of it on a colocated instance.
+    """One step of a request: its prefill, its decode, or all of it on a colocated instance.
 
     Parameters
     ----------
     key
-        Of the Dask task.
+        Of the Dask task; made the same way for an online request, which has none.
     prompt_tokens, pool_tokens
         Length of the prompt, and most tokens whose KV the instance must hold.
     """
@@ -72,6 +72,8 @@ class Stage:
     """It may have been the cause of a loss."""
     is_convicted: bool = False
     """It took down one instance after another: it must not run again."""
+    shunned: set[str] = field(default_factory=set)
+    """Addresses that its caller could not reach."""
     instance: InstanceState | None = None
     bound_at: float = 0.0
 
@@ -103,6 +105,7 @@ class DispatchState:
         self._by_role: dict[Role, list[InstanceState]] = {role: [] for role in Role}
         self._waiting: dict[Role, SortedDict] = {role: SortedDict() for role in Role}
         self._suspects: dict[Role, SortedDict] = {role: SortedDict() for role in Role}
+        self._waiting_tokens = dict.fromkeys(Role, 0)
         self._held: dict[str, tuple[InstanceState, int]] = {}
         self._tickets = itertools.count()
 
@@ -148,6 +151,10 @@ class DispatchState:
     def num_waiting(self, role: Role) -> int:
         return len(self._suspects[role]) + len(self._waiting[role])
 
+    def waiting_tokens(self, role: Role) -> int:
+        """Prompt tokens of the stages that wait for room."""
+        return self._waiting_tokens[role]
+
     def arrive(self, stage: Stage) -> Stage:
         """A stage can run now: it waits for `next_binding`. A known one keeps its ticket."""
         known = self.stages.get(stage.key)
@@ -155,8 +162,10 @@ class DispatchState:
             stage.ticket = (*stage.rank, next(self._tickets))
             self.stages[stage.key] = known = stage
         if known.instance is None:
+            self._dequeue(known)
             queue = self._suspects if known.is_suspect else self._waiting
             queue[known.role][known.ticket] = known
+            self._waiting_tokens[known.role] += known.prompt_tokens
         return known
 
     def withdraw(self, key: str) -> None:
@@ -191,6 +200,23 @@ class DispatchState:
     def held_blocks(self, instance: InstanceState) -> int:
         """KV blocks of finished prefills that wait on an instance."""
         return sum(blocks for home, blocks in self._held.values() if home is instance)
+
+    def counters(self, role: Role) -> dict[str, int]:
+        """What is true of a role now, for display; see `Service.status`."""
+        instances = self._by_role[role]
+        held = [(home, blocks) for home, blocks in self._held.values() if home.role is role]
+        return {
+            "ready": len(instances),
+            "accepting": sum(instance.is_accepting for instance in instances),
+            "waiting": self.num_waiting(role),
+            "waiting_prompt_tokens": self._waiting_tokens[role],
+            "running": sum(len(instance.bound) for instance in instances),
+            "slots": sum(instance.slots for instance in instances),
+            "held": len(held),
+            "held_kv_blocks": sum(blocks for _, blocks in held),
+            "used_kv_blocks": sum(instance.used_blocks for instance in instances),
+            "total_kv_blocks": sum(instance.num_blocks for instance in instances),
+        }
 
     def next_binding(self, role: Role, now: float) -> tuple[Stage, InstanceState] | None:
         """Bind the next stage that an instance has room for; None when all wait on.
@@ -245,13 +271,14 @@ class DispatchState:
         stage.instance = None
 
     def _dequeue(self, stage: Stage) -> None:
-        self._waiting[stage.role].pop(stage.ticket, None)
-        self._suspects[stage.role].pop(stage.ticket, None)
+        for queue in (self._waiting, self._suspects):
+            if queue[stage.role].pop(stage.ticket, None) is not None:
+                self._waiting_tokens[stage.role] -= stage.prompt_tokens
 
 
 def choose(stage: Stage, candidates: list[InstanceState]) -> InstanceState | None:
     """The instance for a stage among those with room; None when none has any."""
-    candidates = [i for i in candidates if i.is_accepting]
+    candidates = [i for i in candidates if i.is_accepting and i.address not in stage.shunned]
     if stage.role is Role.PREFILL:
         roomy = [
             i

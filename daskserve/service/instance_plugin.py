@@ -31,10 +31,12 @@ from daskserve.service.names import (
     INSTANCE_PLUGIN,
     KEEP_KV,
     LOAD,
+    ONLINE,
     REPORT,
     request_id_of,
     role_of,
 )
+from daskserve.service.online_worker import OnlineServer
 from daskserve.service.token_sender import TokenSenders
 
 if TYPE_CHECKING:
@@ -70,9 +72,11 @@ class InstancePlugin(WorkerPlugin):
         if self._role is None:
             return
         self._tokens = TokenSenders(worker.security)
+        self._online = OnlineServer(self, self._settings.link_silence_s)
         self._is_over = False
         worker.handlers[LOAD] = self._load_counters
-        worker.stream_handlers[FREE_KV] = self._free_kv
+        worker.handlers[ONLINE] = self._online.serve
+        worker.stream_handlers[FREE_KV] = self.abort
         worker.stream_handlers[KEEP_KV] = self._keep_kv
         self._report(LOADING)
         # Beside the worker's start: a large model takes longer than Dask waits for a worker.
@@ -84,8 +88,9 @@ class InstancePlugin(WorkerPlugin):
         self._is_over = True
         # A model that is still loading cannot be stopped: it closes itself once it is there.
         await asyncio.wait([self._loading], timeout=_LOADING_GRACE_S)
-        for name in (LOAD, OPERATION):
+        for name in (LOAD, ONLINE, OPERATION):
             worker.handlers.pop(name, None)
+        self._online.close()
         await self._tokens.close()
         if self._instance is not None:
             await self._instance.close()
@@ -97,7 +102,7 @@ class InstancePlugin(WorkerPlugin):
             if request_id is not None:
                 self._instance.abort(request_id)
 
-    # For the tasks.
+    # For tasks and online requests.
 
     @property
     def address(self) -> str:
@@ -110,6 +115,11 @@ class InstancePlugin(WorkerPlugin):
             if self._instance is None:
                 raise InstanceLost(f"{self._worker.address} has no instance")
         return self._instance
+
+    def abort(self, request_id: str) -> None:
+        """Give up a request in whatever state, and its KV."""
+        if self._instance is not None:
+            self._instance.abort(request_id)
 
     def is_cancelled(self, key: str) -> bool:
         """Whether Dask cancelled a task before its coroutine began."""
@@ -178,10 +188,6 @@ class InstancePlugin(WorkerPlugin):
 
     async def _load_counters(self) -> dict[str, int]:
         return asdict(self._instance.load()) if self._instance is not None else {}
-
-    def _free_kv(self, request_id: str) -> None:
-        if self._instance is not None:
-            self._instance.abort(request_id)
 
     def _keep_kv(self, request_ids: list[str]) -> None:
         if self._instance is not None:

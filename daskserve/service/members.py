@@ -24,10 +24,12 @@ from daskserve.service.names import (
     DISPATCH_PLUGIN,
     INSTANCE_PLUGIN,
     KEEP_KV,
+    ONLINE,
     REPORT,
     STATUS,
     role_of,
 )
+from daskserve.service.online_dispatch import OnlineDispatch
 
 _TICK_S = 0.25
 
@@ -55,6 +57,7 @@ class Dispatch(Protocol):
     """What the members ask of the dispatch plugin."""
 
     state: DispatchState
+    online: OnlineDispatch
 
     def wake(self) -> None: ...
     def lose(self, address: str, is_loss: bool) -> None: ...
@@ -93,6 +96,7 @@ class Members:
                 CLOCK: self._clock,
                 ATTACH: self._attach,
                 DETACH: self._detach,
+                ONLINE: self._dispatch.online.serve,
             }
         )
         self._scheduler.stream_handlers[REPORT] = self._on_report
@@ -108,7 +112,7 @@ class Members:
         if INSTANCE_PLUGIN in self._scheduler.worker_plugins:
             await self._scheduler.unregister_worker_plugin(None, INSTANCE_PLUGIN)
         # The stream handler stays: a late report would otherwise cut a worker off.
-        for name in (STATUS, CLOCK, ATTACH, DETACH):
+        for name in (STATUS, CLOCK, ATTACH, DETACH, ONLINE):
             self._scheduler.handlers.pop(name, None)
         self._scheduler.periodic_callbacks.pop(DISPATCH_PLUGIN, None)
         self._scheduler.remove_plugin(DISPATCH_PLUGIN)

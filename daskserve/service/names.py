@@ -18,6 +18,9 @@ CLOCK = "daskserve_clock"
 ATTACH = "daskserve_attach"
 DETACH = "daskserve_detach"
 
+# Scheduler and worker handlers that open a `Link` for the online requests of a service.
+ONLINE = "daskserve_online"
+
 # Messages on the stream from a worker to the scheduler.
 REPORT = "daskserve-report"
 
@@ -47,6 +50,16 @@ def request_id_of(key: object) -> str | None:
             if key.startswith(prefix):
                 return key[len(prefix) :]
     return None
+
+
+def run_name(request_id: str, run: int) -> str:
+    """Id that instances know a request by: another one each time it starts anew, so that
+    whatever is late of an earlier run is nobody's."""
+    return f"{request_id}.{run}" if run else request_id
+
+
+def request_of_run(run_id: str) -> str:
+    return run_id.partition(".")[0]
 
 
 def role_of(resources: dict[str, float] | None) -> Role | None:

@@ -18,11 +18,12 @@ from daskserve.core.instance import EngineConfig, Role
 from daskserve.core.params import SamplingParams
 from daskserve.core.request import Request
 from daskserve.core.slo import SLO
-from daskserve.errors import ClusterError, ConfigError, DeadlineExceeded
+from daskserve.errors import ClusterError, ConfigError
 from daskserve.models.catalog import resolve
 from daskserve.service.connection import AddressedInstance, Connection
 from daskserve.service.graph import submit_graph
 from daskserve.service.local import Cores, local_cluster, own_cluster_config
+from daskserve.service.online import OnlineRequests
 from daskserve.service.requests import Prompt, RequestMaker
 from daskserve.service.token_stream import TokenListener, TokenStream
 from daskserve.text.tokenizer import Tokenizer
@@ -55,6 +56,7 @@ class Service:
         self._cluster: SpecCluster | None = None
         self._connection: Connection | None = None
         self._listener: TokenListener | None = None
+        self._online: OnlineRequests | None = None
         self._futures: weakref.WeakKeyDictionary[Future, Future | None] = (
             weakref.WeakKeyDictionary()
         )
@@ -198,14 +200,12 @@ class Service:
             Most requests that may wait before this one, below the setting
             ``service.max-waiting-requests``: with more, the stream raises Overloaded.
         """
-        request = replace(request, token_sink=self._listener.address())
-        # The stream must not be kept alive by what feeds it: dropping it cancels.
-        [future] = self.submit_requests([request])
-        client = self.client
-        stream = TokenStream(lambda: _cancel_soon(client, future))
-        self._listener.add(request.request_id, stream)
-        client.loop.add_callback(_watch, future, weakref.ref(stream), timeout_s)
-        return stream
+        request = replace(
+            request,
+            token_sink=self._listener.address(),
+            submitted_at=request.submitted_at + self._connection.clock_offset_s,
+        )
+        return self._online.start(request, timeout_s, max_queue)
 
     # What runs.
 
@@ -214,11 +214,25 @@ class Service:
         return self.client.sync(self._info)
 
     def load(self) -> Any:
-        """`InstanceLoad` of every ready instance by address."""
+        """`InstanceLoad` of every ready instance by address; asks each, so it is exact."""
         return self.client.sync(self._connection.load)
 
     def status(self) -> Any:
-        """What the scheduler knows of instances and waiting requests, for display."""
+        """What the scheduler knows of instances and requests, in one message.
+
+        Returns
+        -------
+        dict
+            ``workers``: role by address of every worker with one. ``instances``: a list of
+            ``address, status, role, slots, config_id, info, error``, where ``status`` is
+            "loading", "ready" or "failed". ``dispatch``: among others ``roles``, which has for
+            each of PREFILL, DECODE and COLOCATED the numbers of ``ready`` and ``accepting``
+            instances; of requests ``waiting`` for one (with ``waiting_prompt_tokens``) and
+            ``running`` on one (of so many ``slots``), futures and streams together; of requests
+            whose KV is ``held`` (in ``held_kv_blocks``) on a prefill instance; and the KV blocks
+            booked, ``used_kv_blocks`` of ``total_kv_blocks``: what requests may grow to, held
+            ones included. `load` tells what instances use at this moment.
+        """
         return self.client.sync(self._connection.refresh)
 
     def close(self) -> Any:
@@ -306,11 +320,16 @@ class Service:
             get_address_host(own_address),
             self.client.security.get_listen_args("client").get("ssl_context"),
         )
+        self._online = OnlineRequests(
+            self.client, self._listener, self._settings, self._connection.is_colocated
+        )
 
     async def _leave(self) -> None:
         undone = [future for future in self._futures if not future.done()]
         if undone and self.client.status == "running":
             await self.client.cancel(undone, asynchronous=True, reason="service-closed")
+        if self._online is not None:
+            await self._online.close()
         if self._listener is not None:
             await self._listener.close()
         if self._connection is not None:
@@ -340,27 +359,3 @@ def _clear_connection_errors(address: object) -> Iterator[None]:
         yield
     except OSError as error:
         raise ClusterError(f"no Dask scheduler at {address}: {error}") from error
-
-
-def _cancel_soon(client: Client, future: Future) -> None:
-    if client.status == "running":
-        client.loop.add_callback(client.cancel, [future], asynchronous=True)
-
-
-async def _watch(future: Future, stream: weakref.ref[TokenStream], timeout_s: float | None) -> None:
-    """Tell a stream how its request ended."""
-    try:
-        async with asyncio.timeout(timeout_s):
-            completion = await future
-    except TimeoutError:
-        await future.cancel()
-        if (reader := stream()) is not None:
-            reader.fail(DeadlineExceeded(f"not finished within {timeout_s:g} s"))
-    except Exception as error:
-        if (reader := stream()) is not None:
-            # Dask keeps the exception with the future, and its traceback would keep this frame
-            # and so the future: neither would ever be freed.
-            reader.fail(error.with_traceback(None))
-    else:
-        if (reader := stream()) is not None:
-            reader.finish(completion)

@@ -12,13 +12,15 @@ import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Future as ThreadFuture
+from dataclasses import replace
 from ssl import SSLContext
 
 from tornado.ioloop import IOLoop
 
 from daskserve.core.request import Completion, TokenDelta
-from daskserve.errors import RequestCancelled
+from daskserve.errors import AnswerDiverged, RequestCancelled
 from daskserve.service import token_wire
+from daskserve.service.names import request_of_run
 from daskserve.service.token_wire import SECRET_BYTES, Sink
 
 logger = logging.getLogger(__name__)
@@ -47,6 +49,7 @@ class TokenStream(AsyncIterator[TokenDelta], Iterator[TokenDelta]):
         self._outcome: ThreadFuture[Completion] = ThreadFuture()
         self._next_index = 0
         self._num_chars = 0
+        self._emitted: list[TokenDelta] = []  # while it may have to go on elsewhere
         self._is_over = False
         self._abandon = weakref.finalize(self, abandon)
         self._abandon.atexit = False
@@ -100,10 +103,23 @@ class TokenStream(AsyncIterator[TokenDelta], Iterator[TokenDelta]):
                 while (following := self._early.pop(self._next_index, None)) is not None:
                     self._emit(following)
 
+    def so_far(self) -> TokenDelta | None:
+        """All that was emitted, as one delta; None when nothing was."""
+        with self._lock:
+            deltas = self._emitted
+            if not deltas:
+                return None
+            merged = _merged(deltas)
+            self._emitted = [merged]
+            return merged
+
     def finish(self, completion: Completion) -> None:
         """The result is there: emit what has not come, and end."""
         with self._lock:
             if self._is_over:
+                return
+            if not self._agrees_with(completion):
+                self._fail(AnswerDiverged("after a fault the tokens came out differently"))
                 return
             rest = completion.token_ids[self._next_index :]
             if rest:
@@ -124,19 +140,28 @@ class TokenStream(AsyncIterator[TokenDelta], Iterator[TokenDelta]):
     def fail(self, error: BaseException) -> None:
         """The request failed: the reader gets the error after the tokens that did come."""
         with self._lock:
-            if not self._is_over:
-                self._outcome.set_exception(error)
-            self._end(error)
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        if not self._is_over:
+            self._outcome.set_exception(error)
+        self._end(error)
         self._abandon.detach()
+
+    def _agrees_with(self, completion: Completion) -> bool:
+        ids = [i for delta in self._emitted for i in delta.token_ids]
+        return tuple(ids) == completion.token_ids[: len(ids)]
 
     def _emit(self, delta: TokenDelta) -> None:
         self._next_index = delta.first_index + len(delta.token_ids)
         self._num_chars += len(delta.text)
+        self._emitted.append(delta)
         self._hand_out(delta)
 
     def _end(self, reason: BaseException) -> None:
         if not self._is_over:
             self._is_over = True
+            self._emitted.clear()
             self._hand_out(reason)
 
     def _hand_out(self, item: TokenDelta | BaseException) -> None:
@@ -157,6 +182,19 @@ class TokenStream(AsyncIterator[TokenDelta], Iterator[TokenDelta]):
                 self._ready.popleft()
         future.set_result(item)
         return future
+
+
+def _merged(deltas: list[TokenDelta]) -> TokenDelta:
+    first, last = deltas[0], deltas[-1]
+    has_logprobs = first.logprobs is not None
+    return TokenDelta(
+        first.request_id,
+        first.first_index,
+        tuple(i for delta in deltas for i in delta.token_ids),
+        "".join(delta.text for delta in deltas),
+        last.finish_reason,
+        tuple(e for delta in deltas for e in delta.logprobs or ()) if has_logprobs else None,
+    )
 
 
 class TokenListener:
@@ -195,6 +233,10 @@ class TokenListener:
         """Deltas of this request go to the stream, as long as somebody keeps it."""
         self._streams[request_id] = stream
 
+    def remove(self, request_id: str) -> None:
+        """Whatever still comes of this request goes nowhere."""
+        self._streams.pop(request_id, None)
+
     async def close(self) -> None:
         if self._server is not None:
             self._server.close()
@@ -212,6 +254,9 @@ class TokenListener:
         # A function of its own: a loop's variable would keep the stream alive between deltas.
         stream = self._streams.get(delta.request_id)
         if stream is not None:
+            request_id = request_of_run(delta.request_id)
+            if request_id != delta.request_id:
+                delta = replace(delta, request_id=request_id)
             stream.put(delta)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

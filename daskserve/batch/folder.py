@@ -114,10 +114,10 @@ class JobFolder:
                 path.unlink(missing_ok=True)
         if self._manifest.exists():
             try:
-                stored = orjson.loads(self._manifest.read_bytes())
-            except (OSError, orjson.JSONDecodeError) as error:
+                changed = manifest.differences(orjson.loads(self._manifest.read_bytes()))
+            except (OSError, ValueError) as error:
                 raise BatchError(f"{self._manifest} is damaged ({error}); use --restart") from None
-            if changed := manifest.differences(stored):
+            if changed:
                 raise BatchError(
                     f"{self.path} holds another job ({'; '.join(changed)}); give the same input "
                     "and parameters to resume it, or --restart to begin anew"
@@ -131,12 +131,13 @@ class JobFolder:
 
     def read_summary(self) -> dict[str, Any] | None:
         """The summary of a complete job whose output is still there, else None."""
-        if not self._summary.exists():
-            return None
-        record = orjson.loads(self._summary.read_bytes())
-        if _size_of(self.output) == record.pop("output_bytes") and self.output.exists():
-            return record
-        self._summary.unlink()
+        try:
+            record = orjson.loads(self._summary.read_bytes())
+            if record["output_bytes"] == self.output.stat().st_size:
+                return record
+        except (OSError, ValueError, TypeError, KeyError):
+            pass  # none, or damaged: the journal knows as much
+        self._summary.unlink(missing_ok=True)
         return None
 
     def _write(self, path: Path, record: dict[str, Any]) -> None:

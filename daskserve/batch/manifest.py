@@ -37,8 +37,10 @@ class Manifest:
     parameters: dict[str, Any]
     output_format: str
 
-    def differences(self, other: dict[str, Any]) -> list[str]:
-        """``name: then -> now`` for all that differs from a stored manifest."""
+    def differences(self, other: Any) -> list[str]:
+        """``name: then -> now`` for all that differs from a stored manifest (ValueError)."""
+        if not isinstance(other, dict) or not isinstance(other.get("parameters"), dict):
+            raise ValueError("not a manifest")
         mine = _flat(asdict(self))
         theirs = _flat(other)
         names = sorted(mine.keys() | theirs.keys())
@@ -51,7 +53,7 @@ class Manifest:
 
 def _flat(record: dict[str, Any]) -> dict[str, Any]:
     flat = orjson.loads(orjson.dumps(record))  # tuples as they come back from the file
-    parameters = flat.pop("parameters", {})
+    parameters = flat.pop("parameters")
     return {**flat, **parameters}
 
 

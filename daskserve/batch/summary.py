@@ -133,9 +133,12 @@ class BatchSummary:
         return asdict(self)
 
     @classmethod
-    def from_record(cls, record: dict[str, Any]) -> BatchSummary:
-        known = {f.name for f in fields(cls)}
-        given = {name: value for name, value in record.items() if name in known}
+    def from_record(cls, record: dict[str, Any]) -> BatchSummary | None:
+        """Inverse of `to_record`; None when fields are missing, as in another version's."""
+        try:
+            given = {f.name: record[f.name] for f in fields(cls)}
+        except KeyError:
+            return None
         return cls(**{**given, "failures": tuple(given["failures"])})
 
     def __str__(self) -> str:

@@ -153,6 +153,16 @@ def test_complete_job_is_not_run_again_unless_restarted(service, tmp_path):
     assert len(read_lines(output)) == 2
 
 
+@pytest.mark.parametrize("content", [b"", b"[]", b"null", b"\xff", b"{}", b'{"output_bytes": %d}'])
+def test_a_damaged_summary_is_made_again(service, tmp_path, content):
+    output = tmp_path / "out.jsonl"
+    first = run_batch(service, ["a", "b"], output, params=PARAMS)
+    size = output.stat().st_size
+    (tmp_path / "out.jsonl.job" / "summary.json").write_bytes(content.replace(b"%d", b"%d" % size))
+    again = run_batch(service, ["a", "b"], output, params=PARAMS)
+    assert (again.num_rows, again.num_earlier) == (2, 2) and again.ttft_s == first.ttft_s
+
+
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.77, 0.999])
 def test_job_with_cut_files_is_brought_to_its_end(service, tmp_path, share):
     source = write_lines(tmp_path / "in.jsonl", [{"prompt": f"p{i}"} for i in range(20)])

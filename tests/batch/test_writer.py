@@ -107,6 +107,14 @@ def test_changed_manifest_is_refused_and_restart_overrides(tmp_path):
     restarted.close()
 
 
+@pytest.mark.parametrize("content", [b"", b"\xff", b"[]", b"{}", b'{"parameters": 1}'])
+def test_damaged_manifest_is_refused(tmp_path, content):
+    write(tmp_path / "out.jsonl", "jsonl", [0])
+    (tmp_path / "out.jsonl.job" / "manifest.json").write_bytes(content)
+    with pytest.raises(BatchError, match="manifest.json is damaged .*; use --restart"):
+        write(tmp_path / "out.jsonl", "jsonl", [1])
+
+
 def test_output_of_something_else_is_not_overwritten(tmp_path):
     output = tmp_path / "out.jsonl"
     output.write_text("mine\n")

@@ -167,6 +167,8 @@ class DispatchPlugin(SchedulerPlugin):
         if start in ("processing", "no-worker") and finish != "processing":
             self.state.withdraw(ts.key)
             self.wake()
+        if start == "memory" and ts.key == prefill_key(request_id):
+            self._free_kv(request_id)  # its handle is lost, and it may run elsewhere
         if finish == "waiting":
             ts.worker_restrictions = set(_PARKED)
         elif finish == "no-worker":
@@ -196,7 +198,7 @@ class DispatchPlugin(SchedulerPlugin):
             self.state.hold(ts.key, worker, Facts(*ts.annotations[ANNOTATION]).prompt_tokens)
             return
         self._free_kv(request_id)
-        if not is_prefill and finish != "memory":
+        if not is_prefill:
             self._orphans.append(prefill_key(request_id))
         self.wake()
 
@@ -229,7 +231,7 @@ class DispatchPlugin(SchedulerPlugin):
             return
         try:
             self._admit()
-            self._cancel_orphans()
+            self._release_orphans()
             self._fail_doomed()
             self._bind()
         except Exception:
@@ -283,19 +285,25 @@ class DispatchPlugin(SchedulerPlugin):
                 self.state.withdraw(key)
                 self._ready.append(key)
 
-    def _cancel_orphans(self) -> None:
+    def _release_orphans(self) -> None:
+        """Let go of prefills that no decode will use, whoever holds their futures."""
         orphans, self._orphans = self._orphans, []
         for key in orphans:
             ts = self._scheduler.tasks.get(key)
-            if ts is None or ts.state in _ENDED or not ts.who_wants:
+            if ts is None or ts.state in _ENDED:
                 continue
-            self._scheduler.stimulus_cancel(
-                [key],
-                client=next(iter(ts.who_wants)).client_key,
-                force=True,
-                reason="decode-ended",
-                msg="The request was cancelled, failed or finished without this prefill.",
-            )
+            # Not `stimulus_cancel`: that cancels dependents, so the finished decode's result.
+            for client in [cs.client_key for cs in ts.who_wants or ()]:
+                self._scheduler.client_releases_keys([key], client, _stimulus())
+                self._scheduler.report(
+                    {
+                        "op": "cancelled-keys",
+                        "keys": [key],
+                        "reason": "decode-ended",
+                        "msg": "The request ended without this prefill.",
+                    },
+                    client=client,
+                )
 
     def _fail_doomed(self) -> None:
         doomed, self._doomed = self._doomed, []

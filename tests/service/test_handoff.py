@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import dask
 import pytest
+from distributed import wait
 
 from daskserve import EngineConfig, Role, SamplingParams, Service
 from daskserve.errors import InvalidParameter, NeverFits
@@ -139,6 +140,42 @@ def test_kv_that_died_with_its_worker_is_prefilled_again(attach, mock, eventuall
         assert second.result().timeline.num_recomputes == 0
         again = service.prefill_future(second).result().handle
         assert again.instance_address != handle.instance_address
+
+
+def lose_result(service: Service, key: str) -> None:
+    """As if the worker with the only copy of a task's result had died."""
+
+    def lose(dask_scheduler) -> None:
+        dask_scheduler.transitions({key: "released"}, stimulus_id="test")
+
+    service.client.run_on_scheduler(lose)
+
+
+def test_a_result_outlives_the_loss_of_its_prefill(pair: Service, is_idle, eventually):
+    """Dask would prefill again for a caller who holds that future too; nobody needs it."""
+    future = pair.submit("hello", PARAMS)
+    wait([future])
+    lose_result(pair, pair.prefill_future(future).key)
+    eventually(lambda: is_idle(pair))
+    assert future.result().num_output_tokens == 12
+    lose_result(pair, future.key)
+    wait([future])
+    assert future.result().num_output_tokens == 12
+    eventually(lambda: is_idle(pair))
+
+
+def test_a_prefill_lost_while_its_kv_waits_is_repeated_and_leaves_nothing(
+    attach, mock, is_idle, eventually
+):
+    with attach(mock(mock_decode_s=0.02), slots=1, prefill=2, decode=1) as service:
+        first = service.submit("hello", SamplingParams(max_tokens=40))
+        second = service.submit("hello", SamplingParams(max_tokens=40))
+        wait([service.prefill_future(second)])
+        lose_result(service, service.prefill_future(second).key)
+        assert second.result().text == first.result().text
+        eventually(lambda: is_idle(service))
+        used = service.status()["dispatch"]["roles"]["PREFILL"]
+        assert used["used_kv_blocks"] == used["held_kv_blocks"] == 0
 
 
 def test_refused_by_decode_after_its_prefill_everything_is_free(pair: Service, is_idle, eventually):

@@ -63,6 +63,7 @@ class ServeSettings(_Section):
     """``daskserve.serve``: what the HTTP server takes in, and for how long."""
 
     max_in_flight: int | None = Field(ge=1)
+    max_in_flight_per_key: int | None = Field(ge=1)
     max_sequences: int = Field(ge=1)
     max_body_bytes: int = Field(ge=1024)
     max_prompt_chars: int = Field(ge=1)

@@ -18,28 +18,69 @@ from daskserve.command_options import (
 from daskserve.config import settings
 from daskserve.core.instance import EngineConfig
 
-KEY_VARIABLE = "DASKSERVE_API_KEYS"
-
 
 @click.command("serve")
 @engine_options
+@click.option("--served-model-name", help="What clients call the model  [default: its own name]")
 @placement_options
 @slo_options
 @click.option("--host", default="127.0.0.1", show_default=True, help="Interface to listen on.")
 @click.option(
-    "--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="0 picks one."
+    "--port",
+    type=click.IntRange(0, 65535),
+    default=8000,
+    show_default=True,
+    help="0 takes a free one.",
+)
+@click.option(
+    "--api-key-file",
+    metavar="PATH",
+    help="API keys, one a line; any one is needed on every route but /health. The environment "
+    "variable DASKSERVE_API_KEYS holds further ones, separated by commas.",
+)
+@click.option("--tls-cert", metavar="PATH", help="Certificate chain in PEM: serve https.")
+@click.option("--tls-key", metavar="PATH", help="Its private key in PEM.")
+@click.option(
+    "--max-in-flight",
+    type=click.IntRange(1),
+    help="Answers at work, more are told to come again (429)  [default: 2 per decode slot]",
+)
+@click.option(
+    "--request-timeout",
+    type=click.FloatRange(0, min_open=True),
+    metavar="SECONDS",
+    help="An answer that takes longer is given up  [default: 600]",
 )
 def serve_command(host: str, port: int, **given: Any) -> None:
-    """Serve OpenAI's API over HTTP.
+    """Serve OpenAI's API over HTTP: completions, chat completions, batches.
 
-    Any OpenAI client works with base_url http://HOST:PORT/v1.
+    Any OpenAI client works with base_url http://HOST:PORT/v1. /health tells that the server
+    lives, /ready whether every role has an instance, /metrics is for Prometheus. Further limits
+    are settings: DASK_DASKSERVE__SERVE__MAX_BODY_BYTES and others of daskserve.serve.
+
+    Only this machine can connect unless --host says otherwise, which needs TLS and API keys.
     """
-    from daskserve.server.run import run_server
+    from daskserve.server.app import ServerOptions
+    from daskserve.server.gate import LOOPBACK_NAMES
+    from daskserve.server.keys import load_keys
+    from daskserve.server.run import Address, run_server
 
     check_placement(given)
     config = EngineConfig(model=given["model"], dtype=given["dtype"])
+    address = Address(host, port, given["tls_cert"], given["tls_key"])
+    limits = {
+        "max_in_flight": given["max_in_flight"],
+        "request_timeout_s": given["request_timeout"],
+    }
+    changed = {name: value for name, value in limits.items() if value is not None}
+    options = ServerOptions(
+        model=given["served_model_name"] or served_name(config.model),
+        limits=settings().serve.model_copy(update=changed),
+        keys=load_keys(given["api_key_file"]),
+        hosts=LOOPBACK_NAMES if address.is_loopback else None,
+    )
     service = open_service(config, given, slo_of(given), asynchronous=True)
-    run_server(service, served_name(config.model), settings().serve, host, port)
+    run_server(service, options, address)
 
 
 def served_name(model: str) -> str:

@@ -2,59 +2,128 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+import time
+from dataclasses import dataclass, field
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.routing import Route
 
-from daskserve.config import ServeSettings
+from daskserve.config import ServeSettings, settings
+from daskserve.core.instance import Role
 from daskserve.server.admission import Admission
+from daskserve.server.errors import Refusal
+from daskserve.server.gate import Gate
 from daskserve.server.generation import Generation
+from daskserve.server.health import Health
+from daskserve.server.keys import KeyRing
+from daskserve.server.metrics import Metrics
+from daskserve.server.shapes import JSON
 from daskserve.server.shield import Shield, answer_http_exception
 from daskserve.service import Service
 
 
-def make_app(service: Service, model: str, limits: ServeSettings) -> Starlette:
-    """The server's application over a service.
+@dataclass(frozen=True)
+class ServerOptions:
+    """How one server answers.
 
     Parameters
     ----------
-    service
-        Made with ``asynchronous=True``; opened and closed with the application.
     model
         The name that clients use.
     limits
         What is taken in.
+    keys
+        Needed on every route but ``/health``, if there are any.
+    hosts
+        Names under which it may be addressed, None for any.
     """
-    admission = Admission(limits.max_in_flight or 2 * service.config.max_batch_size)
 
-    @asynccontextmanager
-    async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        async with service:
-            yield
+    model: str
+    limits: ServeSettings = field(default_factory=lambda: settings().serve)
+    keys: KeyRing = field(default_factory=KeyRing)
+    hosts: frozenset[str] | None = None
 
-    async def health(request: Request) -> Response:
-        return JSONResponse({"status": "ok"})
 
-    async def models(request: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [{"id": model, "object": "model"}]})
+class Frontend:
+    """The ASGI application over a service; both belong to the running event loop.
 
-    def generation(is_chat: bool) -> Generation:
-        return Generation(service, model, limits, admission, is_chat)
+    Parameters
+    ----------
+    service
+        Made with ``asynchronous=True``, not yet open. Its SLO is what attainment and goodput
+        are counted by.
+    """
 
-    return Starlette(
-        routes=[
-            Route("/health", health, methods=["GET"]),
-            Route("/v1/models", models, methods=["GET"]),
-            Route("/v1/completions", generation(is_chat=False), methods=["POST"]),
-            Route("/v1/chat/completions", generation(is_chat=True), methods=["POST"]),
-        ],
-        middleware=[Middleware(Shield)],
-        exception_handlers={HTTPException: answer_http_exception},
-        lifespan=lifespan,
-    )
+    def __init__(self, service: Service, options: ServerOptions) -> None:
+        limits = options.limits
+        self._service, self._max_in_flight = service, limits.max_in_flight
+        self._admission = Admission(limits.max_in_flight_per_key)
+        self.metrics = Metrics(service.slo)
+        self._health = health = Health(service, self._admission, self.metrics)
+        models = Models(options.model)
+        completions, chats = (
+            Generation(service, options.model, limits, self._admission, self.metrics, is_chat)
+            for is_chat in (False, True)
+        )
+        self.asgi = Starlette(
+            routes=[
+                Route("/health", health.health, methods=["GET"]),
+                Route("/ready", health.ready, methods=["GET"]),
+                Route("/metrics", health.metrics, methods=["GET"]),
+                Route("/v1/models", models.list, methods=["GET"]),
+                Route("/v1/models/{model:path}", models.retrieve, methods=["GET"]),
+                Route("/v1/completions", completions, methods=["POST"]),
+                Route("/v1/chat/completions", chats, methods=["POST"]),
+            ],
+            middleware=[
+                Middleware(Shield),
+                Middleware(Gate, keys=options.keys, hosts=options.hosts),
+            ],
+            exception_handlers={HTTPException: answer_http_exception},
+        )
+
+    async def open(self) -> None:
+        """Load the model, then let requests in (DaskserveError)."""
+        await self._service
+        await self._health.learn_roles()
+        num_slots = await _num_decode_slots(self._service)
+        self._admission.open(self._max_in_flight or 2 * num_slots)
+
+    async def close(self) -> None:
+        """Let nobody in any more, and leave the cluster; an own one stops."""
+        self._admission.open(0)
+        await self._service.close()
+
+
+async def _num_decode_slots(service: Service) -> int:
+    """Answers that all instances decode at once."""
+    instances = await service.info()
+    return max(1, sum(i.max_batch_size for i in instances if i.role is not Role.PREFILL))
+
+
+class Models:
+    """The routes below ``/v1/models``: one model is served."""
+
+    def __init__(self, model: str) -> None:
+        self._model = model
+        self._created = int(time.time())
+
+    async def list(self, request: Request) -> Response:
+        return JSON({"object": "list", "data": [self._record()]})
+
+    async def retrieve(self, request: Request) -> Response:
+        if request.path_params["model"] != self._model:
+            raise Refusal(404, f"only {self._model} is served", "model", "model_not_found")
+        return JSON(self._record())
+
+    def _record(self) -> dict[str, object]:
+        return {
+            "id": self._model,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "daskserve",
+        }

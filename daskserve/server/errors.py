@@ -5,7 +5,9 @@ Nothing of the inside gets out: errors that are not about the request keep their
 
 from __future__ import annotations
 
+import logging
 import math
+import traceback
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +25,8 @@ from daskserve.errors import (
     RequestError,
 )
 from daskserve.server.shapes import JSON
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
@@ -99,3 +103,17 @@ def refusal_of(error: Exception) -> Refusal:
         case DaskserveError():
             return Refusal(500, "the server cannot answer this request", code="internal_error")
     return Refusal(500, "internal error", code="internal_error")
+
+
+def code_of(error: Exception) -> str:
+    """For counting: one of a few names, never a caller's text."""
+    return refusal_of(error).code or "invalid_request"
+
+
+def report(request_id: str, error: Exception) -> None:
+    """Log an error that is not the caller's, without its message: that may hold what one wrote."""
+    if isinstance(error, Refusal) or refusal_of(error).status < 500:
+        return
+    frames = traceback.extract_tb(error.__traceback__)
+    places = " < ".join(f"{f.filename}:{f.lineno} {f.name}" for f in reversed(frames[-5:]))
+    logger.error("request %s failed: %s at %s", request_id, type(error).__name__, places)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from daskserve.batch.prompts import Prompt
@@ -14,10 +16,11 @@ from daskserve.config import ServeSettings
 from daskserve.core.request import Request
 from daskserve.server.admission import Admission
 from daskserve.server.body import parsed, read_body
-from daskserve.server.errors import refusal_of
+from daskserve.server.errors import code_of, refusal_of, report
 from daskserve.server.events import DONE, ClientGone, EventSender, until_gone
 from daskserve.server.fields import Ask, read_ask, seed_of_choice
 from daskserve.server.logprobs import LogprobWriter, joined
+from daskserve.server.metrics import Metrics
 from daskserve.server.sequences import Answer, merged
 from daskserve.server.shapes import JSON, Envelope, Piece, Usage
 from daskserve.service import Service
@@ -43,14 +46,25 @@ class Generation:
         model: str,
         limits: ServeSettings,
         admission: Admission,
+        metrics: Metrics,
         is_chat: bool,
     ) -> None:
         self._service, self._model, self._limits = service, model, limits
-        self._admission, self._is_chat = admission, is_chat
+        self._admission, self._metrics, self._is_chat = admission, metrics, is_chat
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        limits = self._limits
-        with self._admission.place() as place:
+        try:
+            await self._serve(scope, receive, send)
+        except (ClientGone, ClientDisconnect):
+            self._metrics.failed("client_gone")
+            raise
+        except Exception as error:
+            self._metrics.failed(code_of(error))
+            raise
+
+    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
+        limits, arrived_at = self._limits, time.monotonic()
+        with self._admission.place(scope["state"].get("key")) as place:
             data = await read_body(scope, receive, limits.max_body_bytes, limits.read_timeout_s)
             if len(data) <= _SMALL_BODY_BYTES:
                 ask, requests = self._read(data)
@@ -63,10 +77,16 @@ class Generation:
                 self._begin(ask, requests, answers)
                 if ask.is_stream:
                     sender = EventSender(send, limits.write_timeout_s)
-                    await until_gone(receive, self._stream(ask, answers, sender))
+                    failure = await until_gone(receive, self._stream(ask, answers, sender))
+                    if failure is not None:
+                        report(scope["state"]["request_id"], failure)
+                        self._metrics.failed(code_of(failure))
+                        return
                 else:
                     whole = await until_gone(receive, self._whole(ask, answers))
                     await JSON(whole)(scope, receive, send)
+                for answer in answers:
+                    self._metrics.finished(answer, await answer.stream.completion(), arrived_at)
             finally:
                 for answer in answers:
                     await answer.stream.aclose()
@@ -106,7 +126,10 @@ class Generation:
         ]
         return Envelope(ask.is_chat, self._model).whole(pieces, _usage(ask, answers))
 
-    async def _stream(self, ask: Ask, answers: list[Answer], sender: EventSender) -> None:
+    async def _stream(
+        self, ask: Ask, answers: list[Answer], sender: EventSender
+    ) -> Exception | None:
+        """Send all events; what went wrong after the first, which the client has been told."""
         envelope = Envelope(ask.is_chat, self._model)
         try:
             async for piece in merged(answers):
@@ -123,8 +146,9 @@ class Generation:
             # What was sent stands; an explicit error and no [DONE] says that there is no more.
             await sender.event(refusal_of(error).body())
             await sender.finish(b"")
-            return
+            return error
         await sender.finish(DONE)
+        return None
 
 
 def _of_choice(request: Request, choice: int) -> Request:

@@ -2,43 +2,169 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import signal
 import socket
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
 
 import uvicorn
 from starlette.applications import Starlette
 
 from daskserve.config import ServeSettings
 from daskserve.errors import ConfigError
-from daskserve.server.app import make_app
+from daskserve.server.app import Frontend, ServerOptions
+from daskserve.server.gate import LOOPBACK_NAMES
+from daskserve.server.keys import KEYS_VARIABLE
 from daskserve.server.protocol import MAX_HEADER_BYTES, bounded_protocol
 from daskserve.service import Service
 
+_GRACE_S = 10
 
-def run_server(service: Service, model: str, limits: ServeSettings, host: str, port: int) -> None:
-    """Serve until SIGINT or SIGTERM; requests in flight are given a moment to end.
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where to listen, and with which certificate.
+
+    Parameters
+    ----------
+    host, port
+        Port 0 takes a free one.
+    tls_cert, tls_key
+        Paths of PEM files, both or neither.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    tls_cert: str | None = None
+    tls_key: str | None = None
+
+    def __post_init__(self) -> None:
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ConfigError("--tls-cert and --tls-key go together")
+        for path in filter(None, (self.tls_cert, self.tls_key)):
+            if not Path(path).is_file():
+                raise ConfigError(f"no file {path}")
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether only this machine can reach it."""
+        return self.host in LOOPBACK_NAMES
+
+
+def run_server(service: Service, options: ServerOptions, address: Address) -> None:
+    """Serve until SIGINT or SIGTERM; answers in flight are given a moment to end.
 
     Raises
     ------
     ConfigError
-        The address cannot be listened on.
+        The address is open to others without TLS and keys, or cannot be listened on.
     """
-    listener = listen(host, port)
-    app = make_app(service, model, limits)
-    uvicorn.Server(uvicorn_config(app, limits)).run(sockets=[listener])
+    if not address.is_loopback and not (address.tls_cert and options.keys):
+        raise ConfigError(
+            f"host {address.host} can be reached from other machines: that needs --tls-cert and "
+            f"--tls-key, and API keys (--api-key-file or {KEYS_VARIABLE})"
+        )
+    listener = listen(address.host, address.port)
+    scheme = "https" if address.tls_cert else "http"
+    host, port = listener.getsockname()[:2]
+    shown = f"[{host}]" if ":" in host else host
+    print(f"listening on {scheme}://{shown}:{port}/v1, loading {options.model}", file=sys.stderr)
+    asyncio.run(serve(service, options, listener, address))
 
 
-def uvicorn_config(app: Starlette, limits: ServeSettings) -> uvicorn.Config:
+async def serve(
+    service: Service,
+    options: ServerOptions,
+    listener: socket.socket,
+    address: Address = Address(),
+    on_start: Callable[[uvicorn.Server], None] = lambda server: None,
+) -> None:
+    """Answer at once, with 503 until the model is loaded, until a signal or ``should_exit``.
+
+    Parameters
+    ----------
+    service
+        Asynchronous, not yet open; closed at the end.
+    listener
+        A listening socket.
+    on_start
+        Told the server, whose ``should_exit`` ends it.
+
+    Raises
+    ------
+    DaskserveError
+        The service cannot be opened.
+    """
+    frontend = Frontend(service, options)
+    server = _Server(uvicorn_config(frontend.asgi, options.limits, address))
+    on_start(server)
+    opening = asyncio.create_task(frontend.open())
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    try:
+        with _stopped_by_signals(server):
+            await asyncio.wait({opening, serving}, return_when=asyncio.FIRST_COMPLETED)
+            if serving.done() or opening.exception():
+                server.should_exit = True
+                opening.cancel()
+            await asyncio.wait({opening, serving})
+    finally:
+        await frontend.close()
+    for task in (opening, serving):
+        if not task.cancelled():
+            task.result()
+
+
+class _Server(uvicorn.Server):
+    """Leaves signals alone: uvicorn would raise them again before the service is closed."""
+
+    def capture_signals(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def _stopped_by_signals(server: uvicorn.Server) -> Iterator[None]:
+    """The first SIGINT or SIGTERM ends the server in order, the second at once."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    loop, numbers = asyncio.get_running_loop(), (signal.SIGINT, signal.SIGTERM)
+
+    def stop() -> None:
+        server.force_exit = server.should_exit
+        server.should_exit = True
+
+    for number in numbers:
+        loop.add_signal_handler(number, stop)
+    try:
+        yield
+    finally:
+        for number in numbers:
+            loop.remove_signal_handler(number)
+
+
+def uvicorn_config(
+    app: Starlette, limits: ServeSettings, address: Address = Address()
+) -> uvicorn.Config:
     """How uvicorn serves the application; headers, idle connections and the like are bounded."""
     return uvicorn.Config(
         app,
         http=bounded_protocol(limits),
         h11_max_incomplete_event_size=MAX_HEADER_BYTES,
         ws="none",
-        lifespan="on",
+        lifespan="off",
         log_level="warning",
         access_log=False,
         server_header=False,
         timeout_keep_alive=limits.keep_alive_s,
+        timeout_graceful_shutdown=_GRACE_S,
+        ssl_certfile=address.tls_cert,
+        ssl_keyfile=address.tls_key,
+        proxy_headers=False,
     )
 
 

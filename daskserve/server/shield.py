@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import logging
 import re
-import traceback
 from uuid import uuid4
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -13,11 +11,8 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from daskserve.errors import DaskserveError
-from daskserve.server.errors import Refusal, refusal_of
+from daskserve.server.errors import Refusal, refusal_of, report
 from daskserve.server.events import ClientGone
-
-logger = logging.getLogger(__name__)
 
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 _MESSAGES = {404: "no such path", 405: "this path does not take the method"}
@@ -35,6 +30,7 @@ class Shield:
             return
         given = Headers(scope=scope).get("x-request-id", "")
         request_id = given if _REQUEST_ID.fullmatch(given) else f"req-{uuid4().hex}"
+        scope.setdefault("state", {})["request_id"] = request_id
         is_started = False
 
         async def named_send(message: Message) -> None:
@@ -49,18 +45,10 @@ class Shield:
         except (ClientGone, ClientDisconnect):
             pass  # nobody is left to be told
         except Exception as error:
-            if not isinstance(error, Refusal | DaskserveError | TimeoutError):
-                _log(request_id, error)
+            report(request_id, error)
             if is_started:
                 raise ConnectionAbortedError from None  # the server cuts the connection
             await refusal_of(error).response()(scope, receive, named_send)
-
-
-def _log(request_id: str, error: Exception) -> None:
-    """Where it happened, without the message: that may hold what a caller wrote."""
-    frames = traceback.extract_tb(error.__traceback__)
-    places = " < ".join(f"{f.filename}:{f.lineno} {f.name}" for f in reversed(frames[-5:]))
-    logger.error("request %s failed: %s at %s", request_id, type(error).__name__, places)
 
 
 async def answer_http_exception(request: Request, error: HTTPException) -> Response:

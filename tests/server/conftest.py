@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,10 +16,11 @@ import pytest
 import uvicorn
 from distributed import Client, Scheduler, SpecCluster, Worker
 
-from daskserve import EngineConfig, Service
+from daskserve import SLO, EngineConfig, Service
 from daskserve.config import ServeSettings, settings
-from daskserve.server.app import make_app
-from daskserve.server.run import listen, uvicorn_config
+from daskserve.server.app import ServerOptions
+from daskserve.server.run import listen
+from daskserve.server.run import serve as serve_until_stopped
 
 LOOPBACK = {"host": "127.0.0.1", "dashboard": False, "dashboard_address": "127.0.0.1:0"}
 SLOTS = 16
@@ -76,25 +78,36 @@ class Server:
 
 @contextmanager
 def serving(
-    scheduler: str, config: EngineConfig, limits: ServeSettings | None = None, **options: Any
+    scheduler: str,
+    config: EngineConfig,
+    limits: ServeSettings | None = None,
+    slo: SLO | None = None,
+    **given: Any,
 ) -> Iterator[str]:
     """A server in a thread with a loop of its own; its URL."""
-    limits = limits or settings().serve
-    service = Service.attach(scheduler, config, asynchronous=True)
+    options = ServerOptions(config.model, limits or settings().serve, **given)
+    service = Service.attach(scheduler, config, slo=slo, asynchronous=True)
     listener = listen("127.0.0.1", 0)
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    app = make_app(service, config.model, limits, **options)
-    server = uvicorn.Server(uvicorn_config(app, limits))
-    thread = threading.Thread(target=server.run, args=([listener],))
+    servers: list[uvicorn.Server] = []
+    main = serve_until_stopped(service, options, listener, on_start=servers.append)
+    thread = threading.Thread(target=asyncio.run, args=(main,))
     thread.start()
     try:
-        wait_until(lambda: server.started or not thread.is_alive(), 60)
-        assert server.started
+        wait_until(lambda: is_open(url) or not thread.is_alive(), 60)
         yield url
     finally:
-        server.should_exit = True
+        servers[0].should_exit = True
         thread.join(30)
         assert not thread.is_alive()
+
+
+def is_open(url: str) -> bool:
+    """Requests are let in: an empty one is judged."""
+    try:
+        return httpx.post(f"{url}/v1/completions", json={}).status_code != 503
+    except httpx.TransportError:
+        return False
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float = 2.0) -> None:

@@ -115,10 +115,10 @@ class Connection:
     async def _install(self, plugin: DispatchPlugin | InstancePlugin) -> None:
         try:
             await self._client.register_plugin(plugin)
-        except ImportError as error:
+        except Exception as error:  # whatever another version, or none, leads to over there
             raise ClusterError(
-                f"the scheduler or a worker cannot import daskserve ({error}); install the same"
-                " version there"
+                f"the scheduler or a worker cannot run daskserve ({type(error).__name__}: {error});"
+                " install the same version there"
             ) from error
 
     async def _wait_until_ready(self) -> None:

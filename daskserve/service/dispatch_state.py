@@ -237,17 +237,14 @@ class DispatchState:
         chosen = choose(stage, self._by_role[role]) if stage is not None else None
         return self._bind(stage, chosen, now) if chosen is not None else None
 
-    def end_probations(self, now: float) -> bool:
-        """Let the next suspect run where one has proved itself; True if there is any."""
-        has_ended = False
+    def end_probations(self, now: float) -> None:
+        """Let the next suspect run where one has proved itself."""
         for instance in self.instances.values():
             stage = instance.on_probation
             if stage is None or stage.losses >= self._max_losses:
                 continue
             if now - stage.bound_at >= self._probation_s:
                 instance.on_probation = None
-                has_ended = True
-        return has_ended
 
     def _bind(
         self, stage: Stage, instance: InstanceState, now: float

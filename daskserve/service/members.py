@@ -180,14 +180,13 @@ class Members:
 
     def _tick(self) -> None:
         now = time.monotonic()
-        if self._dispatch.state.end_probations(now):
-            self._dispatch.wake()
+        self._dispatch.state.end_probations(now)
         for role in Role:
             if self._dispatch.state.num_waiting(role):
                 self._look_after(role, now)
-                self._dispatch.wake()  # a paused worker may have come back
             else:
                 self._missing_since.pop(role, None)
+        self._dispatch.wake()  # a paused worker may have come back
         if now - self._kept_at >= self._settings.lease_renewal_s:
             self._kept_at = now
             self._keep_kv()
@@ -209,10 +208,13 @@ class Members:
             text = f"no {role.value} instance could load its model; {address}: {error}"
             self._dispatch.doom(waiting, ModelError(text))
         elif now - self._missing_since.setdefault(role, now) > self._settings.no_instance_timeout_s:
-            text = (
-                f"no {role.value} instance for {self._settings.no_instance_timeout_s:g} s;"
-                f" start a worker with --resources {role.value}=<slots>"
-            )
+            text = f"no {role.value} instance for {self._settings.no_instance_timeout_s:g} s; "
+            workers = self._scheduler.workers.values()
+            silent = [ws.address for ws in workers if role_of(ws.resources) is role]
+            if silent:
+                text += f"{silent[0]} should run one; see its log, and its version of daskserve"
+            else:
+                text += f"start a worker with --resources {role.value}=<slots>"
             self._dispatch.doom(waiting, ClusterError(text))
 
     def _refuse_too_large(self, stage: Stage, instances: list[InstanceState]) -> None:

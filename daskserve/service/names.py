@@ -63,8 +63,9 @@ def request_of_run(run_id: str) -> str:
 
 
 def role_of(resources: dict[str, float] | None) -> Role | None:
-    """The role that a task or worker with these Dask resources has."""
-    return next((role for role in Role if role.value in (resources or ())), None)
+    """The role that a task or worker with these Dask resources has: the first with a whole unit."""
+    given = resources or {}
+    return next((role for role in Role if given.get(role.value, 0) >= 1), None)
 
 
 class Facts(NamedTuple):

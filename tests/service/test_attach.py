@@ -9,7 +9,10 @@ import pytest
 from distributed import Client, LocalCluster
 
 from daskserve import EngineConfig, SamplingParams, Service
+from daskserve.core.instance import Role
 from daskserve.errors import ClusterError, ModelError
+from daskserve.service.instance_plugin import InstancePlugin
+from daskserve.service.names import DISPATCH_PLUGIN
 
 PARAMS = SamplingParams(max_tokens=8)
 
@@ -97,6 +100,46 @@ def test_missing_roles_are_named_at_once(cluster, mock, counts):
         pytest.raises(ClusterError, match="PREFILL and DECODE, or COLOCATED"),
     ):
         Service.attach(client, mock())
+
+
+def test_a_worker_with_less_than_one_slot_has_no_role(cluster, mock):
+    with (
+        cluster(prefill=1, decode=1, slots=0) as own,
+        Client(own) as client,
+        pytest.raises(ClusterError, match="found: none"),
+    ):
+        Service.attach(client, mock())
+
+
+def test_a_worker_that_cannot_set_up_is_an_error_of_attach(cluster, mock, monkeypatch):
+    async def setup(self, worker) -> None:
+        raise AttributeError("of another version")
+
+    monkeypatch.setattr(InstancePlugin, "setup", setup)
+    with (
+        cluster(prefill=1, decode=1) as own,
+        Client(own) as client,
+        pytest.raises(ClusterError, match="of another version.*install the same version"),
+    ):
+        Service.attach(client, mock())
+
+
+def test_a_worker_that_joins_and_cannot_set_up_is_named(cluster, mock):
+    """Its role is there, but no report of an instance comes."""
+    with (
+        dask.config.set({"daskserve.service.no-instance-timeout-s": 0.5}),
+        cluster(prefill=1, decode=1) as own,
+        Client(own) as client,
+        Service.attach(client, mock()) as service,
+    ):
+        [address] = [i.address for i in service.info() if i.role is Role.PREFILL]
+
+        def forget(dask_scheduler) -> None:
+            dask_scheduler.plugins[DISPATCH_PLUGIN].lose(address, is_loss=False)
+
+        client.run_on_scheduler(forget)
+        with pytest.raises(ClusterError, match=f"{address} should run one; see its log"):
+            service.submit("hello", PARAMS).result(timeout=10)
 
 
 def test_no_scheduler_at_the_address():

@@ -111,8 +111,9 @@ def test_suspects_run_one_by_one_beside_the_others():
     lose(state, Role.DECODE, "w0", now=1.0)
     arrive(state, Role.DECODE, BLOCK, name="fresh")
     assert [key for key, _ in bind_all(state, Role.DECODE, now=5.0)] == ["s0", "fresh0"]
-    assert not state.end_probations(now=6.9)
-    assert state.end_probations(now=7.0)
+    state.end_probations(now=6.9)
+    assert bind_all(state, Role.DECODE, now=6.9) == []
+    state.end_probations(now=7.0)
     assert [key for key, _ in bind_all(state, Role.DECODE, now=7.0)] == ["s1"]
 
 

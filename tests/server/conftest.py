@@ -15,11 +15,13 @@ import openai
 import pytest
 import uvicorn
 from distributed import Client, Scheduler, SpecCluster, Worker
+from starlette.routing import Route
 
 from daskserve import SLO, EngineConfig, Service
 from daskserve.config import ServeSettings, settings
 from daskserve.server.app import ServerOptions
-from daskserve.server.run import listen
+from daskserve.server.keys import KeyRing
+from daskserve.server.run import Address, listen
 from daskserve.server.run import serve as serve_until_stopped
 
 LOOPBACK = {"host": "127.0.0.1", "dashboard": False, "dashboard_address": "127.0.0.1:0"}
@@ -53,7 +55,8 @@ class Server:
     """A running server: where it listens, and a second service to look at its instances."""
 
     url: str
-    model: str
+    routes: list[Route]
+    config: EngineConfig
     probe: Service
     scheduler: str
 
@@ -82,30 +85,35 @@ def serving(
     config: EngineConfig,
     limits: ServeSettings | None = None,
     slo: SLO | None = None,
+    tls: dict[str, str] | None = None,
+    keys: tuple[str, ...] = (),
     **given: Any,
-) -> Iterator[str]:
-    """A server in a thread with a loop of its own; its URL."""
-    options = ServerOptions(config.model, limits or settings().serve, **given)
+) -> Iterator[tuple[str, list[Route]]]:
+    """A server in a thread with a loop of its own; its URL and routes."""
+    options = ServerOptions(config.model, limits or settings().serve, keys=KeyRing(keys), **given)
     service = Service.attach(scheduler, config, slo=slo, asynchronous=True)
     listener = listen("127.0.0.1", 0)
-    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    url = f"{'https' if tls else 'http'}://127.0.0.1:{listener.getsockname()[1]}"
     servers: list[uvicorn.Server] = []
-    main = serve_until_stopped(service, options, listener, on_start=servers.append)
+    address = Address(**(tls or {}))
+    main = serve_until_stopped(service, options, listener, address, servers.append)
     thread = threading.Thread(target=asyncio.run, args=(main,))
     thread.start()
     try:
-        wait_until(lambda: is_open(url) or not thread.is_alive(), 60)
-        yield url
+        headers = {"authorization": f"Bearer {keys[0]}"} if keys else {}
+        wait_until(lambda: is_open(url, headers) or not thread.is_alive(), 60)
+        yield url, servers[0].config.app.routes
     finally:
         servers[0].should_exit = True
         thread.join(30)
         assert not thread.is_alive()
 
 
-def is_open(url: str) -> bool:
+def is_open(url: str, headers: dict[str, str]) -> bool:
     """Requests are let in: an empty one is judged."""
     try:
-        return httpx.post(f"{url}/v1/completions", json={}).status_code != 503
+        with httpx.Client(verify=False, headers=headers) as http:
+            return http.post(f"{url}/v1/completions", json={}).status_code != 503
     except httpx.TransportError:
         return False
 
@@ -118,16 +126,20 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = 2.0) -> None:
 
 
 @contextmanager
-def served(
-    config: EngineConfig, limits: ServeSettings | None = None, counts: Any = None, **options: Any
-) -> Iterator[Server]:
+def served(config: EngineConfig, counts: Any = None, **given: Any) -> Iterator[Server]:
     with (
         thread_cluster(**(counts or {"PREFILL": 1, "DECODE": 1})) as cluster,
         Client(cluster, set_as_default=False) as client,
         Service.attach(client, config) as probe,
-        serving(cluster.scheduler_address, config, limits, **options) as url,
+        serving(cluster.scheduler_address, config, **given) as (url, routes),
     ):
-        yield Server(url, config.model, probe, cluster.scheduler_address)
+        yield Server(url, routes, config, probe, cluster.scheduler_address)
+
+
+@contextmanager
+def served_alongside(other: Server, **given: Any) -> Iterator[Server]:
+    with serving(other.scheduler, other.config, **given) as (url, routes):
+        yield Server(url, routes, other.config, other.probe, other.scheduler)
 
 
 @pytest.fixture(scope="session")
@@ -152,8 +164,14 @@ def eventually() -> Callable[..., None]:
 
 @pytest.fixture(scope="session")
 def serve() -> Callable[..., Any]:
-    """Start another server: ``with serve(mock(), limits) as server``."""
+    """Start a cluster and a server: ``with serve(mock(), limits=...) as server``."""
     return served
+
+
+@pytest.fixture(scope="session")
+def alongside() -> Callable[..., Any]:
+    """Start one more server on a server's scheduler: ``with alongside(server, limits=...)``."""
+    return served_alongside
 
 
 @pytest.fixture(scope="session")

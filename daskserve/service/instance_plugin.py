@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _LOADING_GRACE_S = 2.0
+_CLOCK_RETRY_S = 1.0
 
 
 class InstancePlugin(WorkerPlugin):
@@ -154,16 +155,16 @@ class InstancePlugin(WorkerPlugin):
     async def _load(self) -> None:
         try:
             instance = await asyncio.to_thread(_build, self._role, self._config)
-            if self._is_over:
-                await instance.close()
-                return
-            instance.clock_offset_s = await clock_offset_s(getattr(self._worker.scheduler, CLOCK))
         except Exception as error:
             is_ours = isinstance(error, DaskserveError)
             text = str(error) if is_ours else f"{type(error).__name__}: {error}"
             logger.error("the instance on %s failed to load: %s", self._worker.address, text)
             if not self._is_over:
                 self._report(FAILED, error=text)
+            return
+        instance.clock_offset_s = await self._clock_offset_s()
+        if self._is_over:
+            await instance.close()
             return
         self._instance = instance
         server = KVServer(
@@ -172,6 +173,16 @@ class InstancePlugin(WorkerPlugin):
         if self._role is Role.PREFILL:
             self._worker.handlers[OPERATION] = server.handle
         self._report(READY, info=asdict(instance.info))
+
+    async def _clock_offset_s(self) -> float:
+        """However long the scheduler takes to answer: nobody would load the model once more."""
+        while not self._is_over:
+            try:
+                return await clock_offset_s(getattr(self._worker.scheduler, CLOCK))
+            except Exception as error:
+                logger.warning("the scheduler's clock cannot be read: %r", error)
+                await asyncio.sleep(_CLOCK_RETRY_S)
+        return 0.0
 
     def _report(self, status: str, info: dict[str, Any] | None = None, error: str = "") -> None:
         report = Report(

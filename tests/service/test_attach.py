@@ -11,6 +11,7 @@ from distributed import Client, LocalCluster
 from daskserve import EngineConfig, SamplingParams, Service
 from daskserve.core.instance import Role
 from daskserve.errors import ClusterError, ModelError
+from daskserve.service import instance_plugin
 from daskserve.service.instance_plugin import InstancePlugin
 from daskserve.service.names import DISPATCH_PLUGIN
 
@@ -122,6 +123,26 @@ def test_a_worker_that_cannot_set_up_is_an_error_of_attach(cluster, mock, monkey
         pytest.raises(ClusterError, match="of another version.*install the same version"),
     ):
         Service.attach(client, mock())
+
+
+def test_a_clock_that_cannot_be_read_at_once_is_asked_again(cluster, mock, monkeypatch):
+    asked = []
+
+    async def flaky(read_remote) -> float:
+        asked.append(await read_remote())
+        if len(asked) == 1:
+            raise TimeoutError("the scheduler is busy")
+        return 0.0
+
+    monkeypatch.setattr(instance_plugin, "clock_offset_s", flaky)
+    monkeypatch.setattr(instance_plugin, "_CLOCK_RETRY_S", 0.01)
+    with (
+        cluster(colocated=1) as own,
+        Client(own) as client,
+        Service.attach(client, mock()) as service,
+    ):
+        assert service.submit("hello", PARAMS).result().num_output_tokens == 8
+    assert len(asked) == 2
 
 
 def test_a_worker_that_joins_and_cannot_set_up_is_named(cluster, mock):

@@ -11,6 +11,8 @@ import orjson
 from daskserve.batch.lines import Form, Row
 from daskserve.core.request import Completion
 
+# The row was never tried, so there is no response: as OpenAI has it.
+_UNTRIED_CODES = ("batch_expired", "batch_cancelled")
 # Not the row's words are wrong: answering it failed.
 _SERVER_CODES = ("engine_step_failed", "deadline_exceeded", "killed_instance", "internal_error")
 
@@ -56,6 +58,10 @@ def error_line(row: Row, code: str, message: str) -> bytes:
     if row.form is Form.PLAIN:
         blank = {"text": None, "finish_reason": None, "usage": None}
         return _dump({"custom_id": row.custom_id, **blank, "error": error})
+    if code in _UNTRIED_CODES:
+        name = _name_of(row)
+        line = {"id": f"batch_req_{name}", "custom_id": row.custom_id, "response": None}
+        return _dump({**line, "error": error})
     status = 500 if code in _SERVER_CODES else 400
     kind = "server_error" if status == 500 else "invalid_request_error"
     body = {"error": {"message": message, "type": kind, "param": None, "code": code}}
@@ -65,11 +71,15 @@ def error_line(row: Row, code: str, message: str) -> bytes:
 def _openai_line(
     row: Row, status: int, request_id: str, body: dict[str, Any], error: dict[str, str] | None
 ) -> bytes:
-    # Derived from the id alone, so that a row computed twice has one name.
-    name = hashlib.blake2b(row.custom_id.encode(), digest_size=12).hexdigest()
+    name = _name_of(row)
     response = {"status_code": status, "request_id": request_id or f"req_{name}", "body": body}
     line = {"id": f"batch_req_{name}", "custom_id": row.custom_id, "response": response}
     return _dump({**line, "error": error})
+
+
+def _name_of(row: Row) -> str:
+    """Derived from the id alone, so that a row computed twice has one name."""
+    return hashlib.blake2b(row.custom_id.encode(), digest_size=12).hexdigest()
 
 
 def _dump(record: dict[str, Any]) -> bytes:
@@ -81,8 +91,8 @@ def flat_record(line: bytes) -> dict[str, Any]:
     record = orjson.loads(line)
     text, finish_reason, usage = None, None, None
     if "response" in record:
-        body = record["response"]["body"]
         if record["error"] is None:
+            body = record["response"]["body"]
             choice = body["choices"][0]
             text = choice["message"]["content"] if "message" in choice else choice["text"]
             finish_reason, usage = choice["finish_reason"], body["usage"]

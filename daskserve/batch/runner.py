@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -87,8 +87,9 @@ def run_batch(
 class BatchJob:
     """A job whose input and output are checked; needs a service only to `run`.
 
-    Parameters are those of `run_batch`; ``config`` names the model. ``complete`` is the summary
-    of a job that an earlier run brought to its end, else None.
+    Parameters are those of `run_batch`; ``config`` names the model, ``model_name`` what rows call
+    it if that is another name. ``complete`` is the summary of a job that an earlier run brought
+    to its end, else None.
     """
 
     def __init__(
@@ -101,11 +102,12 @@ class BatchJob:
         slo: SLO | None = None,
         ordered: bool = False,
         restart: bool = False,
+        model_name: str | None = None,
     ) -> None:
         self._limits = settings().batch
-        self._model, self._params = config.model, params or SamplingParams()
+        self._model, self._params = model_name or config.model, params or SamplingParams()
         self._format = format_of(Path(output), ordered)
-        self._tally = Tally(slo)
+        self._slo = slo
         # Rows given up with their instances, until a success shows that others live.
         self._lost: list[Finished] = []
         if isinstance(source, str | Path) and is_same_file(source, output):
@@ -137,29 +139,59 @@ class BatchJob:
         self._folder.close()
 
     def run(
-        self, service: Service, max_in_flight: int | None = None, show_progress: bool = True
+        self,
+        service: Service,
+        max_in_flight: int | None = None,
+        show_progress: bool = True,
+        on_tick: Callable[[Tally], None] = lambda tally: None,
     ) -> BatchSummary:
-        """Answer the rows that are not written yet."""
-        num_rows, limits = self._found.num_rows, self._limits
+        """Answer the rows that are not written yet.
+
+        ``on_tick`` is called at least once a second with what is done so far. What it raises
+        ends the run; what is written stays, and the job can be resumed.
+        """
+        limits = self._limits
         size = window_size(
             service, limits.max_in_flight if max_in_flight is None else max_in_flight
         )
-        self._writer = ResultWriter(
-            self._folder, self._format, num_rows, limits.sync_interval_s, self._tally.add_earlier
-        )
+        self._writer = self._open_writer()
         self._window = Window(service, size, limits.max_attempts, limits.stall_timeout_s)
-        view = ProgressView(self._tally, num_rows, limits.progress_interval_s, show_progress)
+        view = ProgressView(self._tally, self.num_rows, limits.progress_interval_s, show_progress)
         started_at = time.monotonic()
         with contextlib.closing(self._writer), contextlib.closing(self._window), view:
-            self._answer(service, view)
+            self._answer(service, view, on_tick)
             self._writer.finish()
-        summary = self._tally.summary(
-            time.monotonic() - started_at, self._window.num_retries, self._writer.num_duplicates
+        return self._complete(time.monotonic() - started_at, self._window.num_retries)
+
+    def abandon(self, code: str, message: str) -> BatchSummary:
+        """Complete the job without a service: rows that are not written get an error line."""
+        self._writer = self._open_writer()
+        with contextlib.closing(self._writer):
+            for row in self._file.rows(self._found.form):
+                if row.number not in self._writer:
+                    self._write_failure(row, code, message)
+            self._writer.finish()
+        return self._complete(0.0, 0)
+
+    @property
+    def num_rows(self) -> int:
+        return self._found.num_rows
+
+    def _open_writer(self) -> ResultWriter:
+        self._tally = Tally(self._slo)
+        interval_s = self._limits.sync_interval_s
+        return ResultWriter(
+            self._folder, self._format, self.num_rows, interval_s, self._tally.add_earlier
         )
+
+    def _complete(self, elapsed_s: float, num_retries: int) -> BatchSummary:
+        summary = self._tally.summary(elapsed_s, num_retries, self._writer.num_duplicates)
         self._folder.write_summary(summary.to_record())
         return summary
 
-    def _answer(self, service: Service, view: ProgressView) -> None:
+    def _answer(
+        self, service: Service, view: ProgressView, on_tick: Callable[[Tally], None]
+    ) -> None:
         digest = hashlib.sha256()
         rows = self._file.rows(self._found.form, digest)
         todo = (row for row in rows if row.number not in self._writer)
@@ -169,6 +201,7 @@ class BatchJob:
                 self._settle(finished)
             self._fill(service, todo)
             view.update()
+            on_tick(self._tally)
         self._write_lost()
         if digest.hexdigest() != self._found.sha256:
             raise BatchError(
@@ -215,6 +248,9 @@ class BatchJob:
         code, message = "internal_error", f"{type(error).__name__}: {error}"
         if isinstance(error, RequestError):
             code, message = error.code, str(error)
+        self._write_failure(row, code, message)
+
+    def _write_failure(self, row: Row, code: str, message: str) -> None:
         outcome = Outcome.failure(row.number, row.custom_id, code, message)
         self._write(outcome, error_line(row, code, outcome.message))
 

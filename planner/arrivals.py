@@ -68,6 +68,8 @@ class Bursts:
             raise InvalidParameter("quiet_ratio", self.quiet_ratio, "must be 0..1")
 
     def sample(self, num_requests: int, rate: float, generator: np.random.Generator) -> np.ndarray:
+        # Phases from a stream of their own: the same seed has the same ones at every rate.
+        generator, phases = generator.spawn(2)
         cycle_s = self.busy_s + self.quiet_s
         busy_rate = rate * cycle_s / (self.busy_s + self.quiet_ratio * self.quiet_s)
         # In operational time arrivals are Poisson of rate 1; phases stretch it to seconds.
@@ -76,13 +78,18 @@ class Bursts:
         cycles = int(operational[-1] / per_cycle) + 1
         seconds, work = [0.0], [0.0]
         while work[-1] <= operational[-1]:
-            lengths = generator.exponential(1.0, (cycles, 2)) * (self.busy_s, self.quiet_s)
+            lengths = phases.exponential(1.0, (cycles, 2)) * (self.busy_s, self.quiet_s)
             rates = (busy_rate, busy_rate * self.quiet_ratio)
             seconds = np.append(seconds, seconds[-1] + np.cumsum(lengths.ravel()))
             work = np.append(work, work[-1] + np.cumsum((lengths * rates).ravel()))
         # A quiet phase without arrivals adds no work: the later end is where work goes on.
         arrival = np.interp(operational, *_strictly_rising(work, seconds))
         return arrival - arrival[0]
+
+
+def cycle_s(process: ArrivalProcess) -> float:
+    """Mean seconds of a busy and a quiet phase together; 0 where arrivals have no phases."""
+    return process.busy_s + process.quiet_s if isinstance(process, Bursts) else 0.0
 
 
 def _strictly_rising(work: np.ndarray, seconds: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -16,18 +16,22 @@ from scipy import stats
 
 from daskserve.core.slo import SLO
 from daskserve.errors import InvalidParameter
-from daskserve.planner.arrivals import ArrivalProcess
+from daskserve.planner.arrivals import ArrivalProcess, cycle_s, fit_arrivals
 from daskserve.planner.capacity import capacity_guess
 from daskserve.planner.simulator import Deployment
 from daskserve.planner.simulator.driving import run_arrays
 from daskserve.planner.simulator.result import is_met, tpot_s, ttft_s
-from daskserve.planner.stationarity import Probe, judge, requests_needed
+from daskserve.planner.stationarity import (
+    FIRST_LOOK,
+    Probe,
+    first_look,
+    judge,
+    most_requests,
+    requests_needed,
+)
 from daskserve.planner.workload import Workload
 
 STATUSES = ("found", "at_least_cap", "infeasible", "unstable", "no_data", "error")
-
-MIN_REQUESTS = 1000
-"""Requests of the first look at a rate."""
 
 _ALONE_S = 1e4  # between requests that are not to meet
 _MAX_DOUBLINGS = 60
@@ -115,7 +119,8 @@ def goodput(
     tolerance
         Relative width at which a bisection ends.
     max_requests
-        Most requests of one run; a rate that shows no steady state by then is not goodput.
+        Most requests of one run, unless a few lives of a request take more at that rate; a rate
+        that shows no steady state by then is not goodput.
     arrivals
         None fits a process to the workload.
     """
@@ -154,7 +159,7 @@ def best_reachable(
     workload: Workload, deployment: Deployment, slo: SLO, seed: int
 ) -> BestReachable:
     """Requests of the workload one by one, each alone in the deployment."""
-    count = min(max(len(workload), MIN_REQUESTS), 4 * MIN_REQUESTS)
+    count = min(max(len(workload), FIRST_LOOK), 4 * FIRST_LOOK)
     _, prompt, output = workload.arrays()
     rows = np.random.default_rng(seed).integers(0, len(workload), count)
     if len(workload) <= count:
@@ -182,17 +187,21 @@ class _Runs:
 
     def probe(self, seed: int, rate: float) -> Probe:
         """Look at a rate, first briefly; what seems met is run until it is steady or hopeless."""
-        num_requests = min(MIN_REQUESTS, self.max_requests)
+        if self.arrivals is None:
+            self.arrivals = fit_arrivals(self.workload.arrays()[0])
+        output_tokens = float(self.workload.arrays()[2].mean())
+        most = most_requests(rate, self.slo, output_tokens, self.max_requests)
+        num_requests = first_look(rate, cycle_s(self.arrivals), most)
         while True:
             trace = self.workload.resample(num_requests, rate, seed, self.arrivals)
             done, _ = run_arrays(self.deployment, *trace.arrays())
             probe = judge(rate, self.slo, done)
             decided = probe.is_surely_missed or (probe.is_long_enough and not probe.is_drifting)
-            if decided or num_requests >= self.max_requests:
+            if decided or num_requests >= most:
                 break
             # A tenth more: what is needed varies a little with the run that says so.
             needed = int(1.1 * requests_needed(rate, self.slo, done))
-            num_requests = min(max(needed, 2 * num_requests), self.max_requests)
+            num_requests = min(max(needed, 2 * num_requests), most)
         self.probes.append(probe)
         return probe
 

@@ -17,12 +17,22 @@ from daskserve.planner.simulator.result import STAGES, is_met, tpot_s, ttft_s
 MARGIN = 0.1
 """Share of the requests at each end that is not measured: the system fills and empties there."""
 
+FIRST_LOOK = 1000
+"""Requests of a first look at a rate whose arrivals come evenly."""
+
+BURST_CYCLES = 40
+"""Busy and quiet phases that a run of bursty arrivals should see: each is hardly more than one
+sample."""
+
 STEADY_REQUESTS = 25_000
 """So many Poisson arrivals show an overload of 2 % as a drift, whatever the limits tolerate."""
 
 _BATCHES = 20
 _OVERLOAD = 0.02
 _LIFETIMES = 10
+_FEW_LIFETIMES = 4
+_MANY_REQUESTS = 50_000
+_MOST_REQUESTS = 1_000_000
 _SIGMAS = 2.0
 
 
@@ -35,7 +45,7 @@ class Probe:
     rate
         Requests/s.
     num_requests
-        Simulated; the middle ``1 - 2 * MARGIN`` of them are measured.
+        Simulated; `steady_part` of them is measured.
     attainment, first_half, second_half
         Share that met both limits: of all measured, and of each half of them.
     ttft_attainment, tpot_attainment
@@ -76,7 +86,8 @@ def requests_needed(rate: float, slo: SLO, done: np.ndarray) -> int:
     Above capacity by 2 %, waiting times grow by 0.02 s per second. Either the run lasts twice as
     long as it takes that growth to use up what the limits tolerate (the TTFT limit, or the TPOT
     limit times the tokens), so that half of it is spent beyond them; or it has so many requests
-    that the growth stands out of the noise. In both cases it lasts ten lives of a request.
+    that the growth stands out of the noise. In both cases it lasts ten lives of a request, or four
+    where that is very many requests, whose noise is small.
     """
     tokens = float(done["output_tokens"].mean())
     tolerated_s = max(slo.ttft_s, slo.tpot_s * max(tokens - 1, 1))
@@ -84,14 +95,34 @@ def requests_needed(rate: float, slo: SLO, done: np.ndarray) -> int:
     gaps_s = np.diff(done["arrival_s"])
     burstiness = float(gaps_s.var() / gaps_s.mean() ** 2) if gaps_s.mean() > 0 else 1.0
     steady = STEADY_REQUESTS * max(1.0, (1 + burstiness) / 2)
-    lives = _LIFETIMES * rate * float(np.nan_to_num(_total_s(done)).mean())
+    life = rate * float(np.nan_to_num(_total_s(done)).mean())
+    lives = max(_FEW_LIFETIMES * life, min(_LIFETIMES * life, _MANY_REQUESTS))
     return int(max(min(horizon, steady), lives)) + 1
+
+
+def most_requests(rate: float, slo: SLO, mean_output_tokens: float, asked: int) -> int:
+    """Requests of the longest run: as asked, or what a few lives of a request take at this rate."""
+    life = rate * slo.tpot_s * mean_output_tokens
+    return max(asked, int(min((_FEW_LIFETIMES + 2) * life, _MOST_REQUESTS)))
+
+
+def first_look(rate: float, cycle_s: float, most: int) -> int:
+    """Requests of the first run at a rate; ``cycle_s`` is that of the arrivals, 0 without one."""
+    return min(max(FIRST_LOOK, int(BURST_CYCLES * cycle_s * rate)), most)
+
+
+def steady_part(done: np.ndarray) -> slice:
+    """Rows to measure: without a tenth at each end, or at the start as long as a request lives."""
+    margin = int(len(done) * MARGIN)
+    arrival_s = done["arrival_s"]
+    life_s = float(np.nan_to_num(_total_s(done)).mean())
+    filled = int(np.searchsorted(arrival_s, arrival_s[0] + life_s))
+    return slice(max(margin, min(filled, len(done) // 4)), len(done) - margin)
 
 
 def judge(rate: float, slo: SLO, done: np.ndarray) -> Probe:
     """Judge a run: ``done`` are the simulator's rows in order of arrival, at least 100."""
-    margin = int(len(done) * MARGIN)
-    measured = done[margin : len(done) - margin]
+    measured = done[steady_part(done)]
     ttft, tpot = ttft_s(measured), tpot_s(measured)
     met = is_met(slo, ttft, tpot)
     waiting_s = measured["prefill_queue_s"] + measured["kv_transfer_s"] + measured["decode_queue_s"]

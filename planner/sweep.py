@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,19 +10,20 @@ import xarray as xr
 
 from daskserve.core.slo import SLO
 from daskserve.errors import InvalidParameter
-from daskserve.planner.arrivals import ArrivalProcess
+from daskserve.planner.arrivals import ArrivalProcess, cycle_s, fit_arrivals
+from daskserve.planner.search.simulated import Executor, run_all
 from daskserve.planner.simulator import Deployment
 from daskserve.planner.simulator.driving import run_arrays
 from daskserve.planner.simulator.result import is_met, tpot_s, ttft_s
-from daskserve.planner.stationarity import MARGIN, judge, requests_needed
+from daskserve.planner.stationarity import first_look, judge, requests_needed, steady_part
 from daskserve.planner.workload import Workload
 
-_FIRST_LOOK = 1000
+SHARES = ("attainment", "ttft_attainment", "tpot_attainment")
 
 
 def sweep(
     workload: Workload,
-    deployment: Deployment,
+    deployments: Deployment | Mapping[str, Deployment],
     slo: SLO,
     rates: Sequence[float],
     *,
@@ -30,76 +31,104 @@ def sweep(
     seeds: Sequence[int] = (0, 1, 2),
     max_requests: int = 30_000,
     arrivals: ArrivalProcess | None = None,
+    num_gpus: Mapping[str, int] | None = None,
+    executor: Executor | None = None,
 ) -> xr.Dataset:
     """Attainment at every rate, and under the SLO times every scale.
 
     Parameters
     ----------
+    deployments
+        One, or several by name.
     rates
-        Requests/s of the whole deployment; 0 has no requests and gives NaN (no data).
+        Requests/s of the whole deployment, or of one GPU when ``num_gpus`` says how many each
+        has; 0 has no requests and gives NaN (no data).
     slo_scales
         Both limits are multiplied by these; below 1 is stricter.
     max_requests
         Most requests of one run; runs are as long as a steady state needs, up to this.
+    executor
+        As in `plan`; the results do not depend on it.
 
     Returns
     -------
     xarray.Dataset
-        Dimensions ``rate``, ``slo_scale``, ``seed``: ``attainment`` (both limits),
-        ``ttft_attainment``, ``tpot_attainment``; and ``is_steady`` by rate and seed: whether
-        the run under the unscaled SLO was long enough and did not drift.
+        Dimensions ``system`` (with several deployments), ``rate``, ``slo_scale``, ``seed``:
+        ``attainment`` (both limits), ``ttft_attainment``, ``tpot_attainment``; and ``is_steady``
+        without ``slo_scale``: whether the run under the unscaled SLO was long enough and did not
+        drift.
     """
     _check(rates, slo_scales, seeds)
-    scaled = [SLO(slo.ttft_s * k, slo.tpot_s * k, slo.attainment) for k in slo_scales]
-    shares = np.full((3, len(rates), len(slo_scales), len(seeds)), np.nan)
-    steady = np.zeros((len(rates), len(seeds)), bool)
-    for i, rate in enumerate(rates):
-        for k, seed in enumerate(seeds):
-            if rate > 0 and len(workload) > 0:
-                trace = _Trace(workload, deployment, slo, rate, seed, arrivals)
-                done, steady[i, k] = trace.run(max_requests)
-                shares[:, i, :, k] = _shares(done, scaled)
-    dims = ("rate", "slo_scale", "seed")
-    names = ("attainment", "ttft_attainment", "tpot_attainment")
-    data = {name: (dims, values) for name, values in zip(names, shares, strict=True)}
-    coords = {"rate": list(rates), "slo_scale": list(slo_scales), "seed": list(seeds)}
-    attributes = {"ttft_s": slo.ttft_s, "tpot_s": slo.tpot_s}
-    return xr.Dataset(data | {"is_steady": (("rate", "seed"), steady)}, coords, attributes)
+    systems = {"": deployments} if isinstance(deployments, Deployment) else deployments
+    if not systems or (num_gpus is not None and set(num_gpus) != set(systems)):
+        limit = f"must name the systems that are swept: {', '.join(systems)}"
+        raise InvalidParameter("num_gpus", num_gpus, limit)
+    scaled = tuple(SLO(slo.ttft_s * k, slo.tpot_s * k, slo.attainment) for k in slo_scales)
+    process = arrivals or fit_arrivals(workload.arrays()[0])
+    tasks = [
+        _Task(workload, one, slo, scaled, rate * gpus, seed, process, max_requests)
+        for name, one in systems.items()
+        for gpus in [num_gpus[name] if num_gpus else 1]
+        for rate in rates
+        for seed in seeds
+    ]
+    answers = run_all(executor, _run, tasks)
+    shape = (len(systems), len(rates), len(seeds))
+    shares = np.array([share for share, _ in answers]).reshape(*shape, 3, len(scaled))
+    steady = np.array([is_steady for _, is_steady in answers]).reshape(shape)
+    dims = ("system", "rate", "slo_scale", "seed")
+    values = np.moveaxis(shares, (3, 4), (0, 3))
+    found = xr.Dataset(
+        {name: (dims, one) for name, one in zip(SHARES, values, strict=True)}
+        | {"is_steady": (("system", "rate", "seed"), steady)},
+        {"system": list(systems), "rate": list(rates), "slo_scale": list(slo_scales)}
+        | {"seed": list(seeds)},
+        {"ttft_s": slo.ttft_s, "tpot_s": slo.tpot_s},
+    )
+    one_only = isinstance(deployments, Deployment)
+    return found.isel(system=0, drop=True) if one_only else found
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Task:
+    """One deployment at one rate under one seed; what travels to a worker."""
+
+    workload: Workload
+    deployment: Deployment
+    slo: SLO
+    scaled: tuple[SLO, ...]
+    rate: float
+    seed: int
+    arrivals: ArrivalProcess
+    max_requests: int
+
+
+def _run(task: _Task) -> tuple[np.ndarray, bool]:
+    """Shares (both limits, TTFT, TPOT by row; SLOs by column), and whether the run was steady."""
+    if task.rate == 0 or len(task.workload) == 0:
+        return np.full((3, len(task.scaled)), np.nan), False
+    most = task.max_requests
+    done = _simulate(task, first_look(task.rate, cycle_s(task.arrivals), most))
+    needed = int(1.1 * requests_needed(task.rate, task.slo, done))
+    if needed > len(done) < most:
+        done = _simulate(task, min(needed, most))
+    probe = judge(task.rate, task.slo, done)
+    return _shares(done, task.scaled), probe.is_long_enough and not probe.is_drifting
+
+
+def _simulate(task: _Task, num_requests: int) -> np.ndarray:
+    trace = task.workload.resample(num_requests, task.rate, task.seed, task.arrivals)
+    return run_arrays(task.deployment, *trace.arrays())[0]
 
 
 def _shares(done: np.ndarray, slos: Sequence[SLO]) -> np.ndarray:
-    """Shares that meet both limits, TTFT, TPOT (rows) of each SLO (columns)."""
-    margin = int(len(done) * MARGIN)
-    measured = done[margin : len(done) - margin]
+    measured = done[steady_part(done)]
     ttft, tpot = ttft_s(measured), tpot_s(measured)
     columns = [
         (is_met(slo, ttft, tpot).mean(), (ttft <= slo.ttft_s).mean(), (~(tpot > slo.tpot_s)).mean())
         for slo in slos
     ]
     return np.array(columns).T
-
-
-@dataclass(frozen=True, slots=True)
-class _Trace:
-    workload: Workload
-    deployment: Deployment
-    slo: SLO
-    rate: float
-    seed: int
-    arrivals: ArrivalProcess | None
-
-    def run(self, max_requests: int) -> tuple[np.ndarray, bool]:
-        """Rows of a run as long as needed, and whether it was steady."""
-        done = self._simulate(min(_FIRST_LOOK, max_requests))
-        needed = int(1.1 * requests_needed(self.rate, self.slo, done))
-        if needed > len(done) < max_requests:
-            done = self._simulate(min(needed, max_requests))
-        probe = judge(self.rate, self.slo, done)
-        return done, probe.is_long_enough and not probe.is_drifting
-
-    def _simulate(self, num_requests: int) -> np.ndarray:
-        trace = self.workload.resample(num_requests, self.rate, self.seed, self.arrivals)
-        return run_arrays(self.deployment, *trace.arrays())[0]
 
 
 def _check(rates: Sequence[float], slo_scales: Sequence[float], seeds: Sequence[int]) -> None:

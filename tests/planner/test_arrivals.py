@@ -22,8 +22,16 @@ def test_a_resampled_trace_has_the_asked_rate_and_is_sorted(process):
 
 @pytest.mark.parametrize("process", PROCESSES)
 def test_the_mean_rate_of_a_long_sample(process):
-    arrival = process.sample(200_000, 10.0, np.random.default_rng(1))
-    assert len(arrival) / arrival[-1] == pytest.approx(10.0, rel=0.05)
+    spans_s = [process.sample(50_000, 10.0, np.random.default_rng(seed))[-1] for seed in range(20)]
+    assert 50_000 / np.mean(spans_s) == pytest.approx(10.0, rel=0.05)
+
+
+def test_phases_of_a_seed_are_the_same_at_every_rate():
+    bursts = Bursts(9.0, 41.0, 0.0)
+    slow, fast = (bursts.sample(n, n / 500, np.random.default_rng(0)) for n in (2000, 20_000))
+    shared_s = min(slow[-1], fast[-1])
+    slow, fast = (np.histogram(one[one < shared_s], 40)[0] > 0 for one in (slow, fast))
+    assert (slow == fast).mean() > 0.9
 
 
 @given(st.integers(0, 2**32 - 1), st.sampled_from(PROCESSES))

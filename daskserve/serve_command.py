@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,12 @@ from daskserve.core.instance import EngineConfig
 @click.option("--tls-cert", metavar="PATH", help="Certificate chain in PEM: serve https.")
 @click.option("--tls-key", metavar="PATH", help="Its private key in PEM.")
 @click.option(
+    "--state-dir",
+    metavar="PATH",
+    help="Where files and batches are kept, for this user alone  "
+    "[default: $XDG_STATE_HOME/daskserve or ~/.local/state/daskserve]",
+)
+@click.option(
     "--max-in-flight",
     type=click.IntRange(1),
     help="Answers at work, more are told to come again (429)  [default: 2 per decode slot]",
@@ -77,6 +84,7 @@ def serve_command(host: str, port: int, **given: Any) -> None:
         model=given["served_model_name"] or served_name(config.model),
         limits=settings().serve.model_copy(update=changed),
         keys=load_keys(given["api_key_file"]),
+        state_folder=Path(given["state_dir"] or default_state_folder()),
         hosts=LOOPBACK_NAMES if address.is_loopback else None,
     )
     service = open_service(config, given, slo_of(given), asynchronous=True)
@@ -87,3 +95,9 @@ def served_name(model: str) -> str:
     """What clients call the model: a folder by its last part, since paths are nobody's business."""
     path = Path(model).expanduser()
     return path.resolve().name if path.is_dir() else model
+
+
+def default_state_folder() -> Path:
+    """Beside what other programs of this user keep."""
+    home = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    return Path(home) / "daskserve"

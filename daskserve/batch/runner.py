@@ -152,7 +152,9 @@ class BatchJob:
         """
         limits = self._limits
         size = window_size(
-            service, limits.max_in_flight if max_in_flight is None else max_in_flight
+            service,
+            limits.max_in_flight if max_in_flight is None else max_in_flight,
+            is_noted=show_progress,
         )
         self._writer = self._open_writer()
         self._window = Window(service, size, limits.max_attempts, limits.stall_timeout_s)

@@ -35,8 +35,11 @@ _GIVEN_UP = (KilledInstance, InstanceLost, KilledWorker)
 _WORTH_A_RETRY = (FutureCancelledError, OSError, TimeoutError, EngineStepFailed)
 
 
-def window_size(service: Service, given: int | None) -> int:
-    """Rows in flight: enough that no decode slot waits for the next row to be submitted."""
+def window_size(service: Service, given: int | None, is_noted: bool = True) -> int:
+    """Rows in flight: enough that no decode slot waits for the next row to be submitted.
+
+    Fewer on purpose are noted on standard error, unless ``is_noted`` says otherwise.
+    """
     slots = sum(i.max_batch_size for i in service.info() if i.role is not Role.PREFILL)
     # At this moment none may be ready: one that died is starting again.
     slots = slots or service.config.max_batch_size
@@ -44,7 +47,7 @@ def window_size(service: Service, given: int | None) -> int:
         return 2 * slots
     if given < 1:
         raise InvalidParameter("max_in_flight", given, "must be at least 1")
-    if given < slots:
+    if given < slots and is_noted:
         print(f"note: {given} rows in flight cannot fill {slots} decode slots", file=sys.stderr)
     return given
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -15,7 +17,10 @@ from starlette.routing import Route
 from daskserve.config import ServeSettings, settings
 from daskserve.core.instance import Role
 from daskserve.server.admission import Admission
+from daskserve.server.batch_worker import BatchWorker
+from daskserve.server.batches import Batches
 from daskserve.server.errors import Refusal
+from daskserve.server.files import Files
 from daskserve.server.gate import Gate
 from daskserve.server.generation import Generation
 from daskserve.server.health import Health
@@ -23,6 +28,7 @@ from daskserve.server.keys import KeyRing
 from daskserve.server.metrics import Metrics
 from daskserve.server.shapes import JSON
 from daskserve.server.shield import Shield, answer_http_exception
+from daskserve.server.store import Store
 from daskserve.service import Service
 
 
@@ -40,12 +46,15 @@ class ServerOptions:
         Needed on every route but ``/health``, if there are any.
     hosts
         Names under which it may be addressed, None for any.
+    state_folder
+        Where files and batches are kept; None serves none.
     """
 
     model: str
     limits: ServeSettings = field(default_factory=lambda: settings().serve)
     keys: KeyRing = field(default_factory=KeyRing)
     hosts: frozenset[str] | None = None
+    state_folder: Path | None = None
 
 
 class Frontend:
@@ -69,8 +78,10 @@ class Frontend:
             Generation(service, options.model, limits, self._admission, self.metrics, is_chat)
             for is_chat in (False, True)
         )
+        self._worker: BatchWorker | None = None
         self.asgi = Starlette(
             routes=[
+                *(self._batch_routes(options) if options.state_folder else ()),
                 Route("/health", health.health, methods=["GET"]),
                 Route("/ready", health.ready, methods=["GET"]),
                 Route("/metrics", health.metrics, methods=["GET"]),
@@ -86,16 +97,42 @@ class Frontend:
             exception_handlers={HTTPException: answer_http_exception},
         )
 
+    def _batch_routes(self, options: ServerOptions) -> list[Route]:
+        limits, store = options.limits, Store(options.state_folder)
+        self._worker = BatchWorker(
+            store, limits, self._service.config, options.model, self._second_service
+        )
+        files, batches = Files(store, limits), Batches(store, self._worker, limits)
+        return [
+            Route("/v1/files", files.create, methods=["POST"]),
+            Route("/v1/files", files.list, methods=["GET"]),
+            Route("/v1/files/{file_id}", files.retrieve, methods=["GET"]),
+            Route("/v1/files/{file_id}", files.delete, methods=["DELETE"]),
+            Route("/v1/files/{file_id}/content", files.content, methods=["GET"]),
+            Route("/v1/batches", batches.create, methods=["POST"]),
+            Route("/v1/batches", batches.list, methods=["GET"]),
+            Route("/v1/batches/{batch_id}", batches.retrieve, methods=["GET"]),
+            Route("/v1/batches/{batch_id}/cancel", batches.cancel, methods=["POST"]),
+        ]
+
+    def _second_service(self) -> Service:
+        """For batches: synchronous, with a client of its own on the same scheduler."""
+        return Service.attach(self._service.client.scheduler.address, self._service.config)
+
     async def open(self) -> None:
         """Load the model, then let requests in (DaskserveError)."""
         await self._service
         await self._health.learn_roles()
         num_slots = await _num_decode_slots(self._service)
         self._admission.open(self._max_in_flight or 2 * num_slots)
+        if self._worker is not None:
+            self._worker.start()
 
     async def close(self) -> None:
         """Let nobody in any more, and leave the cluster; an own one stops."""
         self._admission.open(0)
+        if self._worker is not None:
+            await asyncio.to_thread(self._worker.stop)
         await self._service.close()
 
 

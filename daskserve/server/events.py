@@ -30,13 +30,10 @@ class EventSender:
     ----------
     send
         Of ASGI; it waits while the connection's buffer is full.
-    write_timeout_s
-        A client that keeps it waiting for so long is dropped.
     """
 
-    def __init__(self, send: Send, write_timeout_s: float) -> None:
+    def __init__(self, send: Send) -> None:
         self._send = send
-        self._write_timeout_s = write_timeout_s
         self.is_started = False
 
     async def event(self, record: dict[str, Any]) -> None:
@@ -46,15 +43,10 @@ class EventSender:
         await self._write(last, more=False)
 
     async def _write(self, data: bytes, more: bool) -> None:
-        try:
-            async with asyncio.timeout(self._write_timeout_s):
-                if not self.is_started:
-                    self.is_started = True
-                    start = {"type": "http.response.start", "status": 200, "headers": _HEADERS}
-                    await self._send(start)
-                await self._send({"type": "http.response.body", "body": data, "more_body": more})
-        except (TimeoutError, OSError):
-            raise ClientGone from None
+        if not self.is_started:
+            self.is_started = True
+            await self._send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
+        await self._send({"type": "http.response.body", "body": data, "more_body": more})
 
 
 async def until_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:

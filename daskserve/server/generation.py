@@ -76,7 +76,7 @@ class Generation:
             try:
                 self._begin(ask, requests, answers)
                 if ask.is_stream:
-                    sender = EventSender(send, limits.write_timeout_s)
+                    sender = EventSender(send)
                     failure = await until_gone(receive, self._stream(ask, answers, sender))
                     if failure is not None:
                         report(scope["state"]["request_id"], failure)

@@ -18,42 +18,46 @@ def bounded_protocol(limits: ServeSettings) -> type[H11Protocol]:
     """The protocol class with these limits built in, since uvicorn makes the instances."""
 
     class BoundedProtocol(H11Protocol):
-        """Closes a connection beyond ``max_connections``, or whose next request does not come."""
+        """Cuts connections: beyond ``max_connections``, when the head of a request does not come
+        whole within ``read_timeout_s``, or nothing is taken for ``write_timeout_s``."""
 
-        _patience: asyncio.TimerHandle | None = None
+        _head_timer: asyncio.TimerHandle | None = None
+        _write_timer: asyncio.TimerHandle | None = None
 
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
             if len(self.connections) > limits.max_connections:
                 transport.abort()
             else:
-                self._be_patient()
+                self._head_timer = self._cut_after(limits.read_timeout_s)
 
         def data_received(self, data: bytes) -> None:
             super().data_received(data)
-            if self._is_between_requests():
-                if self._patience is None:  # the head of a request has begun
-                    self._be_patient()
-            else:
-                self._stop_waiting()
+            if self.conn.their_state is not h11.IDLE:
+                self._head_timer = _without(self._head_timer)
+            elif self._head_timer is None:
+                self._head_timer = self._cut_after(limits.read_timeout_s)
+
+        def pause_writing(self) -> None:
+            super().pause_writing()
+            self._write_timer = self._cut_after(limits.write_timeout_s)
+
+        def resume_writing(self) -> None:
+            super().resume_writing()
+            self._write_timer = _without(self._write_timer)
 
         def connection_lost(self, exc: Exception | None) -> None:
-            self._stop_waiting()
+            self._head_timer = _without(self._head_timer)
+            self._write_timer = _without(self._write_timer)
             super().connection_lost(exc)
 
-        def _is_between_requests(self) -> bool:
-            return self.conn.their_state is h11.IDLE
-
-        def _be_patient(self) -> None:
-            self._patience = self.loop.call_later(limits.read_timeout_s, self._lose_patience)
-
-        def _stop_waiting(self) -> None:
-            if self._patience is not None:
-                self._patience.cancel()
-                self._patience = None
-
-        def _lose_patience(self) -> None:
-            if not self.transport.is_closing():
-                self.transport.abort()
+        def _cut_after(self, timeout_s: float) -> asyncio.TimerHandle:
+            # Not close(), which would wait until all that is buffered is taken.
+            return self.loop.call_later(timeout_s, self.transport.abort)
 
     return BoundedProtocol
+
+
+def _without(timer: asyncio.TimerHandle | None) -> None:
+    if timer is not None:
+        timer.cancel()

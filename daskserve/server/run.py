@@ -24,6 +24,7 @@ from daskserve.server.protocol import MAX_HEADER_BYTES, bounded_protocol
 from daskserve.service import Service
 
 _GRACE_S = 10
+_SEND_BUFFER_BYTES = 256 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,6 +173,9 @@ def listen(host: str, port: int) -> socket.socket:
     """A listening socket (ConfigError)."""
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        return socket.create_server((host, port), family=family, backlog=1024)
+        listener = socket.create_server((host, port), family=family, backlog=1024)
     except OSError as error:
         raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror or error}") from None
+    # Connections inherit it: what a slow reader may leave in the kernel.
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
+    return listener

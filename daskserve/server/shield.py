@@ -43,7 +43,7 @@ class Shield:
         try:
             await self._app(scope, receive, named_send)
         except (ClientGone, ClientDisconnect):
-            pass  # nobody is left to be told
+            return  # nobody is left to be told, and the server cuts what is not complete
         except Exception as error:
             report(request_id, error)
             if is_started:

@@ -16,6 +16,7 @@ from daskserve.errors import InvalidParameter
 from daskserve.server.errors import Refusal
 
 _COMPLETION_TOKENS = 16  # OpenAI's default
+_LIMITS = ("max_tokens", "max_completion_tokens")
 _STREAM_OPTIONS = ("include_usage", "continuous_usage_stats", "include_obfuscation")
 
 
@@ -28,7 +29,7 @@ class Ask:
     prompts
         One for chats, one or more for completions, as the service takes them.
     params
-        For every answer.
+        For every answer; ``is_limited`` when the caller set ``max_tokens`` itself.
     num_choices
         Answers per prompt, ``n``.
     echo
@@ -40,6 +41,7 @@ class Ask:
     is_chat: bool
     prompts: tuple[Prompt, ...]
     params: SamplingParams
+    is_limited: bool = True
     num_choices: int = 1
     is_stream: bool = False
     include_usage: bool = False
@@ -83,6 +85,7 @@ def read_ask(body: Any, is_chat: bool, model: str, limits: ServeSettings) -> Ask
     num_choices = _count(rest, "n", 1, 1, limits.max_sequences)
     _check_best_of(rest, num_choices)
     logprobs = _chat_logprobs(rest) if is_chat else _completion_logprobs(rest)
+    is_limited = any(rest.get(name) is not None for name in _LIMITS)
     echo = False if is_chat else _flag(rest, "echo")
     if echo and logprobs is not None:
         raise InvalidParameter("logprobs", logprobs, "cannot be given for an echoed prompt")
@@ -93,7 +96,7 @@ def read_ask(body: Any, is_chat: bool, model: str, limits: ServeSettings) -> Ask
     else:
         prompts = _several(given, limits.max_sequences)
     _check_size(prompts, is_chat, limits.max_prompt_chars)
-    ask = Ask(is_chat, prompts, params, num_choices, is_stream, *options, echo)
+    ask = Ask(is_chat, prompts, params, is_limited, num_choices, is_stream, *options, echo)
     if ask.num_sequences > limits.max_sequences:
         limit = f"times {len(prompts)} prompts must be at most {limits.max_sequences}"
         raise InvalidParameter("n", num_choices, limit)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,6 +15,7 @@ from starlette.types import Receive, Scope, Send
 from daskserve.batch.prompts import Prompt
 from daskserve.config import ServeSettings
 from daskserve.core.request import Request
+from daskserve.errors import NeverFits
 from daskserve.server.admission import Admission
 from daskserve.server.body import parsed, read_body
 from daskserve.server.errors import code_of, refusal_of, report
@@ -94,7 +96,23 @@ class Generation:
     def _read(self, data: bytes) -> tuple[Ask, list[Request]]:
         """What is asked, and a request per prompt."""
         ask = read_ask(parsed(data), self._is_chat, self._model, self._limits)
-        return ask, [self._service.validate(prompt, ask.params) for prompt in ask.prompts]
+        return ask, [self._validated(prompt, ask) for prompt in ask.prompts]
+
+    def _validated(self, prompt: Prompt, ask: Ask) -> Request:
+        try:
+            return self._service.validate(prompt, ask.params)
+        except NeverFits:
+            if ask.is_limited:
+                raise
+        # The default length was our choice, so a KV pool that is too small for it makes it less.
+        shortest = self._service.validate(prompt, replace(ask.params, max_tokens=1))
+        max_tokens = ask.params.max_tokens // 2
+        while max_tokens > 1:
+            params = replace(ask.params, max_tokens=max_tokens)
+            with contextlib.suppress(NeverFits):
+                return self._service.validate(shortest.prompt_token_ids, params)
+            max_tokens //= 2
+        return shortest
 
     def _begin(self, ask: Ask, requests: Sequence[Request], answers: list[Answer]) -> None:
         """Submit a request per answer, choices of one prompt side by side."""

@@ -9,6 +9,7 @@ from dataclasses import replace
 import numpy as np
 
 from daskserve.core.instance import Role
+from daskserve.core.placement import Placement
 from daskserve.errors import ClusterError
 from daskserve.planner.goodput import Goodput
 from daskserve.planner.plan_request import PlanRequest
@@ -23,7 +24,7 @@ from daskserve.planner.search.algorithms import (
 )
 from daskserve.planner.search.assign import assign
 from daskserve.planner.search.deploy import stays_in_node
-from daskserve.planner.search.fill import Limits, most_of_phases, most_of_units
+from daskserve.planner.search.fill import Limits
 from daskserve.planner.search.links import KVTraffic, kv_traffic
 from daskserve.planner.search.pooled import Pooled, fewest_pooled
 from daskserve.planner.search.refine import refine_counts
@@ -36,10 +37,6 @@ NOTHING_MEETS = "no parallelism meets the SLO at any rate"
 NOTHING_HOLDS = (
     "requests alone meet the SLO, but no number of instances that was tried holds the rate"
 )
-NOTHING_FITS = "nothing that meets the SLO stays within the limits"
-TRIES = 3
-"""Arrangements of one way that are measured before it is given up as too large for the nodes."""
-
 
 def evaluator_for(request: PlanRequest, executor: Executor | None = None) -> SimulatedEvaluator:
     """What finds goodputs for this request."""
@@ -190,13 +187,7 @@ def option_of(
     price = sum(group.num_gpus * prices[group.gpu] for group in unit.groups)
     placement, traffic, rejected = None, None, ""
     try:
-        placement = assign(
-            request.cluster,
-            solution.unit,
-            solution.num_units,
-            _limits(evaluator, unit),
-            request.model.name,
-        )
+        placement = placed(request, evaluator, solution.unit, solution.num_units)
         traffic = _traffic(request, placement, unit)
         if traffic is not None and not traffic.fits:
             rejected = f"the network is too slow: {traffic}"
@@ -205,71 +196,21 @@ def option_of(
     return Option(name, solution, placement, goodput, price, traffic, rejected)
 
 
-def _limits(evaluator: SimulatedEvaluator, unit: Unit) -> dict:
-    return {
+def placed(
+    request: PlanRequest, evaluator: SimulatedEvaluator, unit: Unit, num_units: int
+) -> Placement:
+    """Every rank on a GPU. Raises ClusterError when the nodes cannot hold it."""
+    step_times = {
         Instances(g.role, g.parallelism, 1, g.gpu): evaluator.step_times(g.gpu, g.parallelism)
         for g in unit.groups
     }
+    return assign(request.cluster, unit, num_units, step_times, request.model.name)
 
 
-def _traffic(request: PlanRequest, placement, unit: Unit) -> KVTraffic | None:
+def _traffic(request: PlanRequest, placement: Placement, unit: Unit) -> KVTraffic | None:
     """None where KV stays inside nodes."""
     if stays_in_node(unit, request.cluster) or len(unit.groups) < 2:
         return None
     prompt = float(np.mean(request.workload.arrays()[1]))
     kv_bytes = prompt * request.model.kv_bytes_per_token
     return kv_traffic(placement, request.cluster, request.asked_rate, kv_bytes)
-
-
-def highest_options(
-    request: PlanRequest, evaluator: SimulatedEvaluator, limits: Limits
-) -> list[Option]:
-    """The most that each way serves within limits, measured on the whole deployment."""
-    options = []
-    asked, spaces = request.algorithm, request.spaces
-    if asked in ("auto", "1"):
-        found = most_of_phases("Algorithm 1", evaluator, spaces, limits)
-        options.append(_measured(request, evaluator, "Algorithm 1", found))
-    if asked == "single":
-        found = most_of_phases("one parallelism", evaluator, spaces, limits, same_split=True)
-        options.append(_measured(request, evaluator, "one parallelism", found))
-    if asked in ("3", "joint", "2") or (asked == "auto" and not options[0].is_usable):
-        name = {"2": "Algorithm 2", "joint": "joint"}.get(asked, "Algorithm 3")
-        units = [u for space in spaces for u in _cut_units(space, evaluator, name)]
-        found = most_of_units(name, evaluator, units, limits)
-        options.append(_measured(request, evaluator, name, found))
-    if asked in ("auto", "colocated"):
-        units = [
-            replace(unit, chunk_tokens=chunk)
-            for space in spaces
-            for unit in space.phase_units(evaluator, Role.COLOCATED)
-            for chunk in CHUNKS
-        ]
-        found = most_of_units("colocated", evaluator, units, limits)
-        options.append(_measured(request, evaluator, "colocated", found))
-    return options
-
-
-def _cut_units(space, evaluator: SimulatedEvaluator, name: str) -> list[Unit]:
-    units = {"Algorithm 2": space.paired_units, "joint": space.joint_units}
-    return units.get(name, space.mixed_units)(evaluator)
-
-
-def _measured(
-    request: PlanRequest, evaluator: SimulatedEvaluator, name: str, found: list[Solution]
-) -> Option:
-    """Goodput of the first solution that the nodes can hold."""
-    option = Option(name, rejected=NOTHING_FITS)
-    for solution in found[:TRIES]:
-        unit = solution.all_instances
-        [estimate] = evaluator.evaluate([unit])
-        if estimate.rate == 0:
-            reason = f"{estimate.status}: {evaluator.found[unit].reason}"
-            option = Option(name, rejected=f"{unit.brief} is {reason}")
-            continue
-        settled = replace(solution, unit_rate=estimate.rate / solution.num_units)
-        at_rate = request.at_rate(estimate.rate)
-        option = option_of(at_rate, evaluator, name, settled, evaluator.found[unit])
-        if option.is_usable:
-            break
-    return option

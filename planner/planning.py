@@ -8,7 +8,8 @@ from dataclasses import replace
 import numpy as np
 
 from daskserve.planner.explain import explain
-from daskserve.planner.options import all_options, evaluator_for, highest_options
+from daskserve.planner.highest import highest_options
+from daskserve.planner.options import all_options, evaluator_for
 from daskserve.planner.plan_request import PlanRequest
 from daskserve.planner.plan_result import Option, Plan
 from daskserve.planner.search.fill import Limits

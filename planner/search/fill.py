@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
-from daskserve.core.instance import Role
 from daskserve.errors import InvalidParameter
 from daskserve.planner.hardware import Cluster
 from daskserve.planner.search.algorithms import Solution
 from daskserve.planner.search.best import evaluate_best
-from daskserve.planner.search.objective import Objective
-from daskserve.planner.search.space import SearchSpace
-from daskserve.planner.search.units import Evaluator, Scored, Unit
+from daskserve.planner.search.units import Evaluator, Unit
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +34,14 @@ class Limits:
             value = getattr(self, name)
             if value is not None and not (math.isfinite(value) and value > 0):
                 raise InvalidParameter(name, value, "must be a finite number above 0")
+
+    def __str__(self) -> str:
+        limits = [str(self.cluster)]
+        if self.max_gpus is not None:
+            limits.append(f"{self.max_gpus} GPUs")
+        if self.max_price_per_hour is not None:
+            limits.append(f"{self.max_price_per_hour:g} $/h")
+        return " and ".join(limits)
 
     def allow(self, unit: Unit) -> bool:
         """Whether a unit stays below every count; nodes may still be too small for it."""
@@ -82,57 +87,53 @@ def most_of_units(
     return sorted(solutions, key=lambda solution: -solution.rate)
 
 
-def most_of_phases(
-    name: str,
-    evaluator: Evaluator,
-    spaces: Sequence[SearchSpace],
-    limits: Limits,
-    same_split: bool = False,
-) -> list[Solution]:
-    """Prefill and decode instances in the counts that serve the most together.
+def filled_copies(units: Sequence[Unit], limits: Limits) -> list[Unit]:
+    """As many copies of each unit as allowed, all sharing one queue."""
+    counts = [(unit, limits.most_copies(unit)) for unit in units]
+    return [unit.times(count) for unit, count in counts if count > 0]
 
-    ``same_split`` looks only at pairs with one parallelism, whatever each phase would prefer.
+
+def filled_pairs(
+    evaluator: Evaluator, pairs: Iterable[tuple[Unit, Unit]], limits: Limits
+) -> list[Unit]:
+    """Each pair of a prefill and a decode split in the counts that serve the most within limits.
+
+    ``evaluator`` gives rates by formula: those of prefill grow with its count, while what is left
+    for decode shrinks.
     """
-    phases = []
-    for role in (Role.PREFILL, Role.DECODE):
-        units = [u for space in spaces for u in space.phase_units(evaluator, role)]
-        allowed = [unit for unit in units if limits.allow(unit)]
-        costs = [_no_preference] if same_split else [Objective().per_rate]
-        phases.append(evaluate_best(evaluator, allowed, costs))
-    considered = tuple(phases[0] + phases[1])
     found = []
-    for prefill in phases[0]:
-        for decode in phases[1]:
-            splits = {one.unit.groups[0].parallelism for one in (prefill, decode)}
-            if prefill.rate > 0 and decode.rate > 0 and (len(splits) == 1 or not same_split):
-                best = _best_counts(prefill, decode, limits)
-                if best is not None:
-                    found.append(Solution(name, best[1], 1, best[0], considered))
-    return sorted(found, key=lambda solution: -solution.rate)
+    for prefill, decode in pairs:
+        low, high = 1, _most(lambda n, p=prefill, d=decode: limits.allow(joined(p, n, d, 1)))
+        if high == 0:
+            continue
+        while high - low > 1:
+            middle = (low + high) // 2
+            unit = filled_up(prefill, middle, decode, limits)
+            rates = [evaluator.evaluate([Unit((group,))])[0].rate for group in unit.groups]
+            low, high = (middle, high) if rates[0] < rates[1] else (low, middle)
+        ends = [filled_up(prefill, count, decode, limits) for count in {low, high}]
+        found.append(max(ends, key=lambda unit: evaluator.evaluate([unit])[0].rate))
+    return found
 
 
-def _no_preference(unit: Unit, rate: float) -> float:
-    """Prunes nothing."""
-    return 0.0 if rate > 0 else math.inf
+def filled_up(prefill: Unit, num_prefill: int, decode: Unit, limits: Limits) -> Unit:
+    """``num_prefill`` instances and as many decode instances as are left room for."""
+    most = _most(lambda count: limits.allow(joined(prefill, num_prefill, decode, count)))
+    return joined(prefill, num_prefill, decode, most)
 
 
-def _best_counts(prefill: Scored, decode: Scored, limits: Limits) -> tuple[float, Unit] | None:
-    """Counts with the highest rate of the slower phase."""
-    best = None
-    num_prefill = 1
-    while True:
-        wanted = max(1, math.ceil(num_prefill * prefill.rate / decode.rate - 1e-9))
-        for num_decode in (wanted, max(1, wanted - 1)):
-            unit = _joined(prefill, num_prefill, decode, num_decode)
-            if limits.allow(unit):
-                rate = min(num_prefill * prefill.rate, num_decode * decode.rate)
-                if best is None or rate > best[0]:
-                    best = (rate, unit)
-        if not limits.allow(_joined(prefill, num_prefill, decode, max(1, wanted - 1))):
-            return best
-        num_prefill += 1
+def joined(prefill: Unit, num_prefill: int, decode: Unit, num_decode: int) -> Unit:
+    """Instances of two one-instance units as one."""
+    return Unit((*prefill.times(num_prefill).groups, *decode.times(num_decode).groups))
 
 
-def _joined(prefill: Scored, num_prefill: int, decode: Scored, num_decode: int) -> Unit:
-    counts = ((prefill, num_prefill), (decode, num_decode))
-    return Unit(tuple(replace(one.unit.groups[0], count=count) for one, count in counts))
+def _most(is_allowed: Callable[[int], bool]) -> int:
+    """The largest count that is allowed; smaller ones are then allowed too."""
+    high = 1
+    while is_allowed(high):
+        high *= 2
+    low = high // 2
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if is_allowed(middle) else (low, middle)
+    return low

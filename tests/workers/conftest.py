@@ -269,6 +269,7 @@ class Rig:
                 streams=sequence.streams,
                 handle=prefilled.handle,
                 output_ids=[prefilled.first_token_id],
+                logprobs=[prefilled.first_logprob] if prefilled.first_logprob else [],
                 first_token_at=prefilled.first_token_at,
                 prefill_queue_s=prefilled.prefill_queue_s,
                 prefill_s=prefilled.prefill_s,

@@ -13,6 +13,7 @@ import pytest
 
 from daskserve.core.instance import Role
 from daskserve.core.kv import KVHandle
+from daskserve.core.request import TokenDelta
 from daskserve.errors import (
     InstanceLost,
     KVUnavailable,
@@ -340,3 +341,52 @@ async def test_the_queue_stage_starts_at_submission_on_the_service_clock(
     timeline = (await instance.generate(request)).timeline
     assert 0.25 <= timeline.prefill_queue_s < 1.0
     assert timeline.prefill_s < 1.0
+
+
+# An answer that another instance has begun.
+
+
+@pytest.mark.parametrize("num_emitted", [1, 2, 7, 19])
+@pytest.mark.parametrize("role", [Role.DECODE, Role.COLOCATED])
+async def test_a_begun_answer_is_continued_exactly(role, num_emitted, start, pair, make_request):
+    request = make_request("r", 10, max_tokens=20, temperature=1.0, seed=3, logprobs=2)
+    deltas: list[TokenDelta] = []
+    whole = await pair.answer(request, deltas.append)
+    emitted = TokenDelta(
+        "r",
+        0,
+        whole.token_ids[:num_emitted],
+        "".join(delta.text for delta in deltas[:num_emitted]),
+        None,
+        whole.logprobs[:num_emitted],
+    )
+    instance = start(role)
+    more: list[TokenDelta] = []
+    if role is Role.DECODE:
+        prefilled = await pair.prefill.prefill(request, "here")
+        answer = await instance.decode(request, prefilled, pair.pull, more.append, emitted)
+        pair.prefill.release("r", prefilled.handle.secret)
+    else:
+        answer = await instance.generate(request, more.append, emitted)
+    assert (answer.token_ids, answer.text, answer.logprobs) == (
+        whole.token_ids,
+        whole.text,
+        whole.logprobs,
+    )
+    assert more[0].first_index == num_emitted
+    assert emitted.text + "".join(delta.text for delta in more) == whole.text
+    assert answer.timeline.num_recomputes == 1
+    await pair.baseline()
+
+
+async def test_what_was_emitted_stands_even_if_this_instance_would_say_otherwise(
+    start, make_request
+):
+    """As in bfloat16, where another batch can give another token."""
+    instance = start(Role.COLOCATED)
+    request = make_request("r", 10, max_tokens=8)
+    honest = await instance.generate(request)
+    other = next(i for i in range(70, 90) if i != honest.token_ids[0])
+    emitted = TokenDelta("r", 0, (other,), "?")
+    answer = await instance.generate(request, None, emitted)
+    assert answer.token_ids[0] == other and answer.num_output_tokens == 8

@@ -176,6 +176,9 @@ def listen(host: str, port: int) -> socket.socket:
         listener = socket.create_server((host, port), family=family, backlog=1024)
     except OSError as error:
         raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror or error}") from None
-    # Connections inherit it: what a slow reader may leave in the kernel.
+    # Connections inherit both. Asyncio itself would not set TCP_NODELAY here, and without it the
+    # kernel holds back the end of every small answer for 40 ms.
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    # What a slow reader may leave in the kernel.
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
     return listener

@@ -6,8 +6,8 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
@@ -59,10 +59,17 @@ class Server:
     config: EngineConfig
     probe: Service
     scheduler: str
+    clients: list[openai.OpenAI] = field(default_factory=list)
 
     def client(self, **options: Any) -> openai.OpenAI:
+        """Closed with the server."""
         given = {"api_key": "none", "max_retries": 0, "timeout": 60, **options}
-        return openai.OpenAI(base_url=f"{self.url}/v1", **given)
+        self.clients.append(openai.OpenAI(base_url=f"{self.url}/v1", **given))
+        return self.clients[-1]
+
+    def close(self) -> None:
+        for client in self.clients:
+            client.close()
 
     def http(self, **options: Any) -> httpx.Client:
         return httpx.Client(base_url=self.url, timeout=60, **options)
@@ -133,13 +140,15 @@ def served(config: EngineConfig, counts: Any = None, **given: Any) -> Iterator[S
         Service.attach(client, config) as probe,
         serving(cluster.scheduler_address, config, **given) as (url, routes),
     ):
-        yield Server(url, routes, config, probe, cluster.scheduler_address)
+        with closing(Server(url, routes, config, probe, cluster.scheduler_address)) as server:
+            yield server
 
 
 @contextmanager
 def served_alongside(other: Server, **given: Any) -> Iterator[Server]:
     with serving(other.scheduler, other.config, **given) as (url, routes):
-        yield Server(url, routes, other.config, other.probe, other.scheduler)
+        with closing(Server(url, routes, other.config, other.probe, other.scheduler)) as server:
+            yield server
 
 
 @pytest.fixture(scope="session")

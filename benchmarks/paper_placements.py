@@ -67,7 +67,7 @@ def compare(row: Row, quick: bool) -> dict:
     for name, one in (("Table 3", theirs), ("joint", ours), ("Algorithm 3", ratios)):
         answer = evaluator.found[one.unit]
         print(
-            f"  {name:12s} {one.unit.brief:44s} {one.rate:6.2f} req/s on"
+            f"  {name:12s} {str(one.unit):44s} {one.rate:6.2f} req/s on"
             f" {one.unit.num_gpus:2d} GPUs, {one.rate_per_gpu:.3f} per GPU"
             f" [{one.estimate.low:.2f}, {one.estimate.high:.2f}], ends at {answer.limited_by}"
         )

@@ -11,6 +11,7 @@ from daskserve.errors import ConfigError
 
 if TYPE_CHECKING:
     from daskserve.core.slo import SLO
+    from daskserve.planner.model_spec import ModelSpec
     from daskserve.planner.plan_request import PlanRequest
     from daskserve.planner.plan_result import Plan
     from daskserve.planner.workload import Workload
@@ -172,14 +173,16 @@ def _request(given: dict[str, Any]) -> PlanRequest:
     if not given["model"]:
         raise ConfigError("give --model, or --application, which sets it")
     model = ModelSpec.load(given["model"])
-    cluster = cluster_of(given["gpus"], given["network_gbps"] or 400.0)
+    cluster = cluster_of(given["gpus"], given["network_gbps"])
     workload = _workload(given, preset)
     if given["drop_too_long"]:
-        workload = workload.within(model.context_tokens)
+        workload = _within_context(workload, model)
     prompt = workload.arrays()[1]
     typical = int(prompt.mean()) if len(prompt) else 1024
     if cluster.num_nodes == 1 and given["network_gbps"] is not None:
         raise ConfigError("--network-gbps changes nothing on a single node: leave it out")
+    if given["objective"] == "price" and len(cluster.groups) == 1:
+        raise ConfigError("--objective price with one GPU type is the same as gpus: leave it out")
     network = cluster.network_bandwidth if cluster.num_nodes > 1 else None
     return PlanRequest(
         model,
@@ -207,7 +210,7 @@ def _check_direction(given: dict[str, Any]) -> None:
 
 
 def _application(given: dict[str, Any]) -> Any:
-    if given.get("application") is None:
+    if given["application"] is None:
         return None
     from daskserve.planner.applications import application
 
@@ -233,6 +236,16 @@ def _workload(given: dict[str, Any], preset: Any = None) -> Workload:
     return Workload.from_arrays([0.0], [lengths[0]], [lengths[1]], name="uniform")
 
 
+def _within_context(workload: Workload, model: ModelSpec) -> Workload:
+    kept = workload.within(model.context_tokens)
+    click.echo(
+        f"{len(workload) - len(kept)} of {len(workload)} requests are longer than the context of"
+        f" {model.context_tokens} tokens and were left out",
+        err=True,
+    )
+    return kept
+
+
 def _slo(given: dict[str, Any], preset: Any = None) -> SLO:
     from daskserve.core.slo import SLO
     from daskserve.planner.command_inputs import seconds
@@ -254,9 +267,10 @@ def _slo(given: dict[str, Any], preset: Any = None) -> SLO:
 
 def _print_plan(answer: Plan) -> None:
     slo = answer.slo
+    rate = "The highest rate" if answer.is_highest else f"{answer.rate:.4g} requests/s"
     click.echo(
-        f"{answer.rate:.4g} requests/s within TTFT {slo.ttft_s:g} s and TPOT {slo.tpot_s:g} s for"
-        f" {slo.attainment:.0%} of the requests"
+        f"{rate} within TTFT {slo.ttft_s:g} s and TPOT {slo.tpot_s:g} s for {slo.attainment:.0%}"
+        " of the requests; P prefill, D decode, C colocated instances"
     )
     rows = [("", "way", "instances", "GPUs", "on nodes", "req/s", "$/h", "$/M tokens")]
     for option in answer.options:
@@ -268,7 +282,7 @@ def _print_plan(answer: Plan) -> None:
         occupied = str(option.num_gpus_occupied) if option.placement else "too few"
         price = answer.price_per_million_tokens(option)
         figures = (f"{solution.rate:.4g}", f"{option.price_per_hour:.2f}", f"{price:.3f}")
-        instances = solution.all_instances.brief
+        instances = str(solution.all_instances)
         rows.append((mark, option.name, instances, str(option.num_gpus), occupied, *figures))
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     for row in rows:
@@ -299,6 +313,7 @@ def _write_placement(answer: Plan, path: Path) -> None:
 @click.command("simulate")
 @click.argument("placement_path", metavar="PLACEMENT")
 @click.option("--model", help=f"{_MODEL_HELP}  [default: that of the placement]")
+@click.option("--application", help="Row of DistServe's Table 1: sets model, SLO and lengths.")
 @_workload_options
 @_slo_options
 @_latency_option
@@ -324,13 +339,16 @@ def simulate_command(placement_path: str, **given: Any) -> None:
     from daskserve.planner.replay import replay
 
     placement = read_placement(placement_path)
+    preset = _application(given)
+    if preset is not None:
+        given = {**given, "model": preset.model}
     name = given["model"] or placement.model
     if not name:
         raise ConfigError(f"{placement_path} does not name its model: give --model")
     model = ModelSpec.load(name)
-    workload = _workload(given)
+    workload = _workload(given, preset)
     if given["drop_too_long"]:
-        workload = workload.within(model.context_tokens)
+        workload = _within_context(workload, model)
     model.check_lengths(workload.arrays()[1] + workload.arrays()[2])
     if given["rate"] is None and given["seeds"] is not None:
         raise ConfigError("--seeds is for traces drawn at --rate; a replayed trace has none")
@@ -341,7 +359,7 @@ def simulate_command(placement_path: str, **given: Any) -> None:
         model,
         latency_model(given["latency"], network, typical),
         workload,
-        _slo(given),
+        _slo(given, preset),
         rate=given["rate"],
         num_requests=given["requests"],
         seeds=tuple(range(given["seeds"] or 3)),

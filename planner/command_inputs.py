@@ -46,8 +46,10 @@ def seconds(name: str, text: str) -> tuple[float, str]:
     return value, ""
 
 
-def cluster_of(texts: tuple[str, ...], network_gbps: float) -> Cluster:
+def cluster_of(texts: tuple[str, ...], network_gbps: float | None = None) -> Cluster:
     """A cluster of ``H100:8x4`` (8 per node, 4 nodes; ``@2.5``: dollars per GPU and hour).
+
+    ``network_gbps`` is that of one node; None takes the cluster's default.
 
     Raises
     ------
@@ -66,6 +68,8 @@ def cluster_of(texts: tuple[str, ...], network_gbps: float) -> Cluster:
         if price is not None:
             gpu = gpu.priced(float(price))
         groups.append(NodeGroup(gpu, int(nodes or 1), int(per_node or 1)))
+    if network_gbps is None:
+        return Cluster(tuple(groups))
     return Cluster(tuple(groups), network_bandwidth=network_gbps * GBPS)
 
 

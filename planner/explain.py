@@ -1,47 +1,63 @@
-"""Says in sentences why a plan is what it is, and what would change it."""
+"""Says in sentences why a plan is what it is: what binds, what the alternatives lose."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 
 from daskserve.core.instance import Role
-from daskserve.core.slo import SLO
-from daskserve.planner.goodput import Goodput
 from daskserve.planner.plan_request import PlanRequest
 from daskserve.planner.plan_result import Option
-from daskserve.planner.search.pooled import least_count
-from daskserve.planner.search.simulated import SimulatedEvaluator, run_all, run_task
+from daskserve.planner.search.algorithms import Solution
+from daskserve.planner.search.objective import Objective
+from daskserve.planner.search.simulated import SimulatedEvaluator, check_rate, run_all
 from daskserve.planner.search.sizing import largest_batch
-from daskserve.planner.search.units import Unit
+from daskserve.planner.search.units import Instances, Unit
+from daskserve.planner.sensitivity import most_served, other_limits, other_rates
 from daskserve.planner.step_times import StepTimes
 
-FACTORS = (0.8, 1.25)
-BINDS = {
-    "ttft": "the TTFT limit",
-    "tpot": "the TPOT limit",
-    "stability": "plain capacity: beyond it the queue grows",
-    None: "nothing below the planned rate",
-}
+SAME = 0.01
+"""Rates that differ by less than this share are called the same."""
 
 
 def explain(
-    request: PlanRequest, evaluator: SimulatedEvaluator, chosen: Option, options: Sequence[Option]
+    request: PlanRequest,
+    evaluator: SimulatedEvaluator,
+    chosen: Option,
+    options: Sequence[Option],
+    is_highest: bool,
 ) -> tuple[str, ...]:
-    """Sentences about a plan, the most important first."""
-    lines = [choice_of_algorithm(options)]
-    lines += binding_resources(request, evaluator, chosen)
-    lines.append(runner_up(request, chosen, options))
-    lines.append(disaggregation(chosen, options))
-    lines += sensitivity(request, evaluator, chosen)
+    """Sentences about a plan, the most important first.
+
+    ``is_highest``: the GPUs were given and the rate was looked for, not the other way round.
+    """
+    solution = chosen.solution
+    assert solution is not None  # only usable options are chosen
+    lines = [interval(chosen) if is_highest else "", choice_of_algorithm(options)]
+    lines += binding_resources(request, evaluator, solution)
+    lines.append(runner_up(request, evaluator, chosen, options, is_highest))
+    lines.append(disaggregation(request, evaluator, options, is_highest))
+    lines.append(other_limits(request, evaluator, solution))
+    lines.append(other_rates(request, evaluator, solution))
     return tuple(line for line in lines if line)
+
+
+def interval(chosen: Option) -> str:
+    """How sure a measured rate is."""
+    goodput, solution = chosen.goodput, chosen.solution
+    if goodput is None or goodput.low is None or goodput.high is None or solution is None:
+        return ""
+    low, high = (solution.num_units * value for value in (goodput.low, goodput.high))
+    return (
+        f"The rate is {solution.rate:.4g} requests/s, 90 % interval {low:.4g} to {high:.4g} over"
+        f" {len(goodput.by_seed)} seeds."
+    )
 
 
 def choice_of_algorithm(options: Sequence[Option]) -> str:
     """Which algorithm the links allow."""
     first = next((one for one in options if one.name.startswith("Algorithm 1")), None)
-    if first is None:
+    if first is None or first.solution is None:
         return ""
     if first.traffic is None:
         return (
@@ -52,34 +68,37 @@ def choice_of_algorithm(options: Sequence[Option]) -> str:
     if first.traffic.fits:
         return f"Algorithm 1 (instances anywhere) applies: {first.traffic}."
     return (
-        f"Algorithm 1 (instances anywhere) is out: {first.traffic}. Algorithm 3 keeps"
+        f"Algorithm 1 (instances anywhere) is out: {first.traffic}. Algorithms 2 and 3 keep"
         " same-stage segments on one node, so that KV stays on its links."
     )
 
 
 def binding_resources(
-    request: PlanRequest, evaluator: SimulatedEvaluator, chosen: Option
+    request: PlanRequest, evaluator: SimulatedEvaluator, solution: Solution
 ) -> list[str]:
-    """What limits each phase of the chosen option."""
+    """What limits each phase, and how much of it is used."""
     lines = []
-    for group in chosen.solution.unit.groups:
+    for group in solution.unit.groups:
         step = evaluator.step_times(group.gpu, group.parallelism)
-        kind = request.cluster.group_of(group.gpu).gpu
         parts = []
         if group.role is not Role.DECODE:
+            kind = request.cluster.group_of(group.gpu).gpu
             parts.append(_prefill_bound(step, kind.ridge_flops_per_byte))
         if group.role is not Role.PREFILL:
             parts.append(_decode_bound(step, evaluator))
-        measured = _measured_alone(evaluator, chosen, group)
-        if measured is not None:
-            parts.append(f"its rate ends at {BINDS[measured.limited_by]}")
-        lines.append(f"{str(group.role).capitalize()} ({group.parallelism}): {'; '.join(parts)}.")
+        if group.role is not Role.COLOCATED:
+            share = used_share(evaluator, group, request.asked_rate / solution.num_units)
+            parts.append(f"{share:.0%} of its capacity is used")
+        count = group.count * solution.num_units
+        head = f"{str(group.role).capitalize()}, {count} x {group.parallelism} on {group.gpu}"
+        lines.append(f"{head}: {'; '.join(parts)}.")
     return lines
 
 
-def _measured_alone(evaluator: SimulatedEvaluator, chosen: Option, group) -> Goodput | None:
-    alone = Unit((replace(group, count=1),), chunk_tokens=chosen.solution.unit.chunk_tokens)
-    return evaluator.found.get(alone) or evaluator.found.get(chosen.solution.unit)
+def used_share(evaluator: SimulatedEvaluator, group: Instances, rate: float) -> float:
+    """The rate over what the instances serve alone by formula."""
+    [alone] = evaluator.sized.evaluate([Unit((group,))])
+    return min(1.0, rate / alone.rate) if alone.rate > 0 else 1.0
 
 
 def _prefill_bound(step: StepTimes, ridge: float) -> str:
@@ -87,8 +106,8 @@ def _prefill_bound(step: StepTimes, ridge: float) -> str:
     small, full = step.prefill_s(1.0, 0.0), step.prefill_s(float(budget), 0.0)
     kind = "compute" if full > 1.5 * small else "reading weights"
     return (
-        f"bound by {kind} at L_m = {budget} tokens (ridge point {ridge:.0f} FLOP/byte,"
-        f" {full * 1e3:.0f} ms per pass)"
+        f"prompts are bound by {kind}, {full * 1e3:.0f} ms for a pass over L_m = {budget} tokens"
+        f" (ridge point {ridge:.0f} FLOP/byte)"
     )
 
 
@@ -97,106 +116,141 @@ def _decode_bound(step: StepTimes, evaluator: SimulatedEvaluator) -> str:
     batch, interval = largest_batch(step, demand)
     by_memory = int(step.kv_capacity_tokens / (step.num_stages * demand.mean_context))
     if batch >= step.max_batch_size:
-        why = "the largest batch that was planned for"
+        why = "the largest batch that step times are known for"
     elif by_memory <= batch + 1:
-        why = f"KV memory: {step.kv_capacity_tokens} tokens"
+        why = f"KV memory ({step.kv_capacity_tokens} tokens)"
     else:
-        why = f"TPOT: memory would hold {by_memory}"
-    return f"batches end at {batch} requests ({interval * 1e3:.0f} ms per token) by {why}"
+        why = f"the TPOT limit (memory would hold {by_memory})"
+    return f"batches end at {batch} requests, {interval * 1e3:.0f} ms per token, by {why}"
 
 
-def runner_up(request: PlanRequest, chosen: Option, options: Sequence[Option]) -> str:
-    """What the next best way costs."""
-    others = [one for one in options if one.is_usable and one is not chosen]
-    if not others:
-        rejected = [one for one in options if one.rejected]
-        reasons = "; ".join(f"{one.name}: {one.rejected}" for one in rejected)
-        return f"No other way is usable. {reasons}" if reasons else ""
-    weigh = request.weights.weight
-    second = min(others, key=lambda one: weigh(one.solution.all_instances))
-    more = second.num_gpus - chosen.num_gpus
-    price = round(second.price_per_hour - chosen.price_per_hour, 2) + 0.0
-    return f"Runner-up: {second}; it needs {more:+d} GPUs ({price:+.2f} $/h) for the same rate."
+def runner_up(
+    request: PlanRequest,
+    evaluator: SimulatedEvaluator,
+    chosen: Option,
+    options: Sequence[Option],
+    is_highest: bool,
+) -> str:
+    """What the next best way loses."""
+    second = next((one for one in options if one.is_usable and one is not chosen), None)
+    if second is None:
+        return "No other way is usable." if len(options) > 1 else ""
+    assert chosen.solution and second.solution
+    if is_highest:
+        return f"Runner-up: {second}; it serves {_against(second.solution, chosen.solution)}."
+    if not _same_weight(request.weights, chosen, second):
+        more = second.num_gpus - chosen.num_gpus
+        price = second.price_per_hour - chosen.price_per_hour
+        return f"Runner-up: {second}; {more:+d} GPUs and {price:+.2f} $/h for the same rate."
+    rates = [most_served(evaluator, one.solution)[0] for one in (second, chosen) if one.solution]
+    return (
+        f"Runner-up: {second}; it needs no more, but serves up to"
+        f" {rates[0]:.4g} against {rates[1]:.4g} requests/s."
+    )
 
 
-def disaggregation(chosen: Option, options: Sequence[Option]) -> str:
+def _same_weight(weights: Objective, one: Option, other: Option) -> bool:
+    assert one.solution and other.solution
+    return weights.weight(one.solution.all_instances) == weights.weight(
+        other.solution.all_instances
+    )
+
+
+def _against(mine: Solution, theirs: Solution) -> str:
+    return f"{mine.rate:.4g} requests/s ({mine.rate / theirs.rate - 1:+.0%})"
+
+
+def disaggregation(
+    request: PlanRequest,
+    evaluator: SimulatedEvaluator,
+    options: Sequence[Option],
+    is_highest: bool,
+) -> str:
     """Why splitting the phases wins or loses."""
     together = next((one for one in options if one.name == "colocated"), None)
-    split = [one for one in options if one.name.startswith(("Algorithm", "joint"))]
+    split = [one for one in options if one.name != "colocated"]
     if together is None or not split:
         return ""
     if together.solution is None:
         return f"Colocated instances are out: {together.rejected}."
-    best = min((one for one in split if one.is_usable), key=lambda o: o.num_gpus, default=None)
-    if best is None:
-        return f"Disaggregation is out: {split[-1].rejected}."
-    measured = _limit_of(together)
-    if best.num_gpus < together.num_gpus:
-        return (
-            f"Disaggregation wins with {best.num_gpus} GPUs against {together.num_gpus}: prompts"
-            f" delay decoding when they share GPUs, and {measured} ends the colocated rate early."
-        )
-    if best.num_gpus == together.num_gpus:
-        return f"Disaggregation and colocation need the same {best.num_gpus} GPUs."
+    # Options are ordered, the best first.
+    best = next((one for one in split if one.is_usable), None)
+    if best is None or best.solution is None:
+        return f"Disaggregation is out: {split[0].rejected}."
+    if is_highest:
+        return _by_rate(best.solution, together)
+    weights, unit = request.weights, "$/h" if request.objective == "price" else "GPUs"
+    mine, theirs = (weights.weight(one.solution.all_instances) for one in (best, together)
+                    if one.solution)  # fmt: skip
+    figures = f"{mine:g} {unit} against {theirs:g}"
+    if mine < theirs:
+        return f"Disaggregation wins, {figures}: {_why_wins(request, evaluator, best, together)}."
+    if mine > theirs:
+        return f"Disaggregation loses, {figures}: {_why_loses(request, evaluator, best, together)}."
+    rates = [most_served(evaluator, one.solution)[0] for one in (best, together) if one.solution]
     return (
-        f"Disaggregation loses with {best.num_gpus} GPUs against {together.num_gpus}: at this"
-        " rate and SLO the interference is tolerable, while separate phases hold their weights"
-        " twice and come in whole instances."
+        f"Disaggregation and colocation both need {mine:g} {unit}; with them they serve up to"
+        f" {rates[0]:.4g} and {rates[1]:.4g} requests/s."
     )
 
 
-def _limit_of(option: Option) -> str:
-    for one in option.solution.considered:
-        evidence = one.estimate.evidence
-        if one.unit.groups[0].parallelism == option.solution.unit.groups[0].parallelism:
-            return BINDS.get(getattr(evidence, "limited_by", None), "the SLO")
-    return "the SLO"
+def _by_rate(best: Solution, together: Option) -> str:
+    assert together.solution is not None
+    verdict = "wins" if best.rate > together.solution.rate else "loses"
+    if abs(best.rate / together.solution.rate - 1) < SAME:
+        verdict = "makes no difference"
+    ends = together.goodput.limited_by if together.goodput else None
+    why = {
+        "ttft": "colocated prompts wait for decoding and end at TTFT",
+        "tpot": "prompts delay the tokens of requests on the same GPUs, which end at TPOT",
+        "stability": "colocated instances end where they are busy all the time",
+    }
+    return (
+        f"Disaggregation {verdict}: {best.rate:.4g} requests/s against"
+        f" {together.solution.rate:.4g}" + (f"; {why[ends]}." if ends else ".")
+    )
 
 
-def sensitivity(request: PlanRequest, evaluator: SimulatedEvaluator, chosen: Option) -> list[str]:
-    """The chosen deployment's rate under other limits, and the GPUs for other rates."""
-    unit = chosen.solution.all_instances
-    slo = request.slo
-    limits = [(1.0, 1.0), *((f, 1.0) for f in FACTORS), *((1.0, f) for f in FACTORS)]
-    base = evaluator.task(unit, effort=evaluator.effort.quick())
-    tasks = [
-        replace(base, slo=SLO(slo.ttft_s * ttft, slo.tpot_s * tpot, slo.attainment))
-        for ttft, tpot in limits
-    ]
-    rates = [answer.rate or 0.0 for answer in run_all(evaluator.executor, run_task, tasks)]
-    now = rates[0]
-    shown = [f"As planned it serves up to {now:.4g} requests/s"]
-    for (ttft, tpot), rate in zip(limits[1:], rates[1:], strict=True):
-        name, factor = ("TTFT", ttft) if tpot == 1.0 else ("TPOT", tpot)
-        change = f" ({rate / now - 1:+.0%})" if now > 0 else ""
-        shown.append(f"{name} x {factor:g}: {rate:.4g}{change}")
-    lines = ["; ".join(shown) + "."]
-    if now > 0:
-        others = [
-            f"{request.asked_rate * factor:.4g} requests/s about"
-            f" {_gpus_at(evaluator, unit, now, request.asked_rate * factor)} GPUs"
-            for factor in (0.5, 2.0)
-        ]
-        lines.append(f"The same splits at other rates: {', '.join(others)}.")
-    return lines
+def _why_wins(
+    request: PlanRequest, evaluator: SimulatedEvaluator, best: Option, together: Option
+) -> str:
+    """What requests would see on colocated instances that are no more than the best split."""
+    assert best.solution and together.solution
+    weigh, unit = request.weights.weight, together.solution.all_instances
+    share = weigh(best.solution.all_instances) / weigh(unit)
+    count = int(unit.groups[0].count * share)
+    if count == 0:
+        return "one colocated instance alone needs more"
+    fewer = replace(unit, groups=(replace(unit.groups[0], count=count),))
+    task = evaluator.task(fewer, request.asked_rate, evaluator.effort.quick())
+    [check] = run_all(evaluator.executor, check_rate, [task])
+    probe = check.probes[0]
+    slower = (
+        "prompts delay the tokens of requests on the same GPUs"
+        if probe.tpot_attainment < probe.ttft_attainment
+        else "prompts wait for decoding on the same GPUs"
+    )
+    if probe.verdict == "unstable":
+        slower = "work arrives faster than they do it"
+    return (
+        f"on {fewer} {slower}, TTFT is met by {probe.ttft_attainment:.0%} and TPOT by"
+        f" {probe.tpot_attainment:.0%} of the requests"
+    )
 
 
-def _gpus_at(evaluator: SimulatedEvaluator, unit: Unit, measured: float, rate: float) -> int:
-    """GPUs for another rate by the formula, scaled to what was measured for the unit."""
-    total = 0
-    for group in unit.groups:
-        alone = Unit((group,), chunk_tokens=unit.chunk_tokens)
-        formula = evaluator.sized.evaluate([alone])[0].rate
-        # A phase with room to spare has not shown its own limit: trust its formula to a fifth.
-        scale = min(1.0, max(0.8, measured / formula)) if 0 < formula < math.inf else 1.0
-        count = least_count(
-            lambda n, g=group, s=scale: (
-                s
-                * evaluator.sized.evaluate(
-                    [Unit((replace(g, count=n),), chunk_tokens=unit.chunk_tokens)]
-                )[0].rate
-            ),
-            rate,
-        )
-        total += count * group.parallelism.num_gpus
-    return total
+def _why_loses(
+    request: PlanRequest, evaluator: SimulatedEvaluator, best: Option, together: Option
+) -> str:
+    """Colocated requests still meet the limits, while whole instances per phase idle."""
+    assert best.solution and together.solution
+    rate = request.asked_rate
+    check = evaluator.check(together.solution.all_instances, rate)
+    probe = min(check.probes, key=lambda one: one.attainment)
+    each = rate / best.solution.num_units
+    groups = best.solution.unit.groups
+    used = [f"{used_share(evaluator, one, each):.0%} of {one.role.lower()}" for one in groups]
+    return (
+        f"sharing GPUs still meets TTFT for {probe.ttft_attainment:.0%} and TPOT for"
+        f" {probe.tpot_attainment:.0%} of the requests, while separate phases hold the weights"
+        f" twice and come in whole instances ({', '.join(used)} used)"
+    )

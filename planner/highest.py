@@ -109,7 +109,7 @@ def _best(
     [estimate] = evaluator.evaluate([best])
     goodput = evaluator.found[best]
     if estimate.rate == 0:
-        return Option(name, rejected=f"{best.brief} is {estimate.status}: {goodput.reason}")
+        return Option(name, rejected=f"{best} is {estimate.status}: {goodput.reason}")
     solution = Solution(name, best, 1, estimate.rate)
     return option_of(request.at_rate(estimate.rate), evaluator, name, solution, goodput)
 

@@ -38,6 +38,7 @@ NOTHING_HOLDS = (
     "requests alone meet the SLO, but no number of instances that was tried holds the rate"
 )
 
+
 def evaluator_for(request: PlanRequest, executor: Executor | None = None) -> SimulatedEvaluator:
     """What finds goodputs for this request."""
     demand = Demand.of(request.workload, request.slo)
@@ -97,6 +98,12 @@ def _as_printed(request: PlanRequest, evaluator: SimulatedEvaluator) -> Option:
         return Option("Algorithm 1", rejected=NOTHING_MEETS)
     return _settled(request, evaluator, "Algorithm 1", solution)
 
+
+FAILS = {
+    "ttft": "TTFT fails",
+    "tpot": "TPOT fails",
+    "stability": "and its queue grows",
+}
 
 Choices = Callable[[PlanRequest, SimulatedEvaluator], list[list[tuple[Unit, ...]]]]
 """Lists of choices; one is taken of each list, and all that is taken serves together."""
@@ -164,10 +171,10 @@ def _settled(
     refined = refine_counts(
         lambda unit: evaluator.check(unit, rate), solution.all_instances, request.weights.weight
     )
-    if refined.unit is None:
+    if not refined.answer.holds:
         why = (
-            f"does not hold {rate:.4g} requests/s: {refined.answer.attainment:.0%} attained, the"
-            f" limit is {refined.answer.limited_by}"
+            f"does not hold {rate:.4g} requests/s: even {refined.unit} attains"
+            f" {refined.answer.attainment:.0%}, {FAILS[refined.answer.limited_by or 'ttft']}"
         )
         return replace(first, rejected=why)
     solution = Solution(name, refined.unit, 1, rate, solution.considered)

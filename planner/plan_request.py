@@ -63,6 +63,9 @@ class PlanRequest:
         _one_of("objective", self.objective, OBJECTIVES)
         if self.rate is not None and not (math.isfinite(self.rate) and self.rate >= 0):
             raise InvalidParameter("rate", self.rate, "must be a finite number of at least 0")
+        if self.objective == "price" and self.cluster.price_per_hour == 0:
+            limit = "needs GPUs with prices above 0 $/h"
+            raise InvalidParameter("objective", self.objective, limit)
         if self.max_requests < LEAST_MAX_REQUESTS:
             limit = f"must be at least {LEAST_MAX_REQUESTS}: a steady state takes about as many"
             raise InvalidParameter("max_requests", self.max_requests, limit)

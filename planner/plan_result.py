@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import math
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -85,8 +86,10 @@ class Plan:
         The cheapest usable option.
     options
         Everything compared, cheapest usable first.
-    tokens_per_s
-        Prompt and output tokens at ``rate``, for the price per token.
+    tokens_per_request
+        Mean of prompt and output together, for the price per token.
+    is_highest
+        The GPUs were given and the rate was looked for.
     nearest_slo
         What could be met if nothing meets the asked SLO.
     highest_rate
@@ -100,19 +103,25 @@ class Plan:
     slo: SLO
     chosen: Option | None = None
     options: tuple[Option, ...] = ()
-    tokens_per_s: float = float("nan")
+    tokens_per_request: float = float("nan")
     reason: str = ""
     nearest_slo: SLO | None = None
     highest_rate: float | None = None
     explanation: tuple[str, ...] = field(default=())
+    is_highest: bool = False
 
     @property
     def placement(self) -> Placement | None:
         return self.chosen.placement if self.chosen else None
 
     def price_per_million_tokens(self, option: Option) -> float:
-        """Dollars per million prompt and output tokens at the planned rate."""
-        return option.price_per_hour / (self.tokens_per_s * SECONDS_PER_HOUR) * 1e6
+        """Dollars per million prompt and output tokens at the planned rate.
+
+        An option that serves less than that is priced at its own rate.
+        """
+        rate = min(self.rate, option.solution.rate) if option.solution else math.nan
+        tokens = rate * self.tokens_per_request * SECONDS_PER_HOUR
+        return option.price_per_hour / tokens * 1e6 if tokens > 0 else math.nan
 
     @property
     def ranking(self) -> xr.Dataset:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -15,6 +16,8 @@ from daskserve.planner.plan_result import Option, Plan
 from daskserve.planner.search.fill import Limits
 from daskserve.planner.search.nearest import nearest_slo
 from daskserve.planner.search.simulated import Executor, SimulatedEvaluator
+from daskserve.planner.search.units import Unit
+from daskserve.planner.sensitivity import most_served
 
 
 def plan(request: PlanRequest, executor: Executor | None = None) -> Plan:
@@ -38,13 +41,16 @@ def plan(request: PlanRequest, executor: Executor | None = None) -> Plan:
     weigh = request.weights.weight
     options = all_options(request, evaluator)
     options.sort(key=lambda one: _rank(one, weigh))
-    answer = Plan("infeasible", rate, request.slo, None, tuple(options), _tokens(request, rate))
+    tied = [one for one in options if _rank(one, weigh) == _rank(options[0], weigh)]
+    if options[0].is_usable and len(tied) > 1:
+        # The same weight: what serves the most has the most room to spare.
+        tied.sort(key=lambda one: -most_served(evaluator, one.solution)[0])
+        options[: len(tied)] = tied
+    answer = Plan("infeasible", rate, request.slo, None, tuple(options), _tokens(request))
     if not options[0].is_usable:
         return _infeasible(answer, request, evaluator)
-    chosen = options[0]
-
-    lines = explain(request, evaluator, chosen, options)
-    return replace(answer, status="found", chosen=chosen, explanation=lines)
+    lines = explain(request, evaluator, options[0], options, is_highest=False)
+    return replace(answer, status="found", chosen=options[0], explanation=lines)
 
 
 def plan_highest_rate(
@@ -71,10 +77,11 @@ def plan_highest_rate(
     best = options[0]
     rate = _rate(best)
     found = request.at_rate(rate)
-    answer = Plan("infeasible", rate, request.slo, None, tuple(options), _tokens(found, rate))
+    answer = Plan("infeasible", rate, request.slo, None, tuple(options), _tokens(request))
+    answer = replace(answer, is_highest=True)
     if not best.is_usable:
         return _infeasible(answer, found, evaluator)
-    lines = explain(found, evaluator, best, options)
+    lines = explain(found, evaluator, best, options, is_highest=True)
     return replace(answer, status="found", chosen=best, explanation=lines)
 
 
@@ -83,7 +90,7 @@ def _no_data(request: PlanRequest) -> Plan:
     return Plan("no_data", request.asked_rate, request.slo, reason=reason)
 
 
-def _rank(option: Option, weigh) -> tuple[bool, float]:
+def _rank(option: Option, weigh: Callable[[Unit], float]) -> tuple[bool, float]:
     unit = option.solution.all_instances if option.solution else None
     return not option.is_usable, weigh(unit) if unit else math.inf
 
@@ -92,9 +99,9 @@ def _rate(option: Option) -> float:
     return option.solution.rate if option.solution else 0.0
 
 
-def _tokens(request: PlanRequest, rate: float) -> float:
+def _tokens(request: PlanRequest) -> float:
     _, prompt, output = request.workload.arrays()
-    return rate * float(np.mean(prompt + output))
+    return float(np.mean(prompt + output))
 
 
 def _infeasible(answer: Plan, request: PlanRequest, evaluator: SimulatedEvaluator) -> Plan:

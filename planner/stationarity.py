@@ -29,6 +29,7 @@ STEADY_REQUESTS = 25_000
 
 _BATCHES = 20
 _OVERLOAD = 0.02
+_SLIGHT_OVERLOAD = 0.001
 _LIFETIMES = 10
 _FEW_LIFETIMES = 4
 _MANY_REQUESTS = 50_000
@@ -130,7 +131,8 @@ def judge(rate: float, slo: SLO, done: np.ndarray) -> Probe:
     attainment, (first, second) = float(met.mean()), halves.mean(axis=1)
     error = _standard_error(halves)
     surely_missed = bool(second + _SIGMAS * error[1] < slo.attainment)
-    drifting = _is_drifting(halves, _batch_means(np.nan_to_num(waiting_s)).reshape(2, -1))
+    waits = _batch_means(np.nan_to_num(waiting_s)).reshape(2, -1)
+    drifting = _is_drifting(halves, waits, float(np.ptp(measured["arrival_s"])))
     long_enough = len(done) >= requests_needed(rate, slo, measured)
     if surely_missed or (attainment < slo.attainment and not drifting):
         verdict = "missed"
@@ -156,11 +158,16 @@ def _total_s(done: np.ndarray) -> np.ndarray:
     return np.asarray(sum(stages))
 
 
-def _is_drifting(met: np.ndarray, waiting_s: np.ndarray) -> bool:
-    """Halves by row, batch means by column."""
+def _is_drifting(met: np.ndarray, waiting_s: np.ndarray, span_s: float) -> bool:
+    """Halves by row, batch means by column.
+
+    Waits that grow by less than the slightest overload would have them are those of a busier
+    half, not of a queue without end.
+    """
     disagree = abs(met[0].mean() - met[1].mean()) > 0.01 + _SIGMAS * _difference_error(met)
     before, after = waiting_s.mean(axis=1)
-    grows = after - before > _SIGMAS * _difference_error(waiting_s) and after > 1.3 * before
+    least = max(_SIGMAS * _difference_error(waiting_s), _SLIGHT_OVERLOAD * span_s / 2)
+    grows = after - before > least and after > 1.3 * before
     return bool(disagree or grows)
 
 

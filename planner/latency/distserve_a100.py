@@ -24,6 +24,8 @@ STAGE_OVERHEAD_MS = 1.0
 class DistServeA100:
     """Step times and KV capacities as published, for ``opt-13b`` and ``opt-66b`` on A100.
 
+    Any other model or GPU is a ConfigError: it is the wrong source, not a split that does not fit.
+
     Parameters
     ----------
     backend
@@ -35,7 +37,7 @@ class DistServeA100:
 
     def step_times(self, model: ModelSpec, gpu: GPU, parallelism: Parallelism) -> StepTimes:
         if gpu.name != "A100":
-            raise ModelError(f"the published coefficients are of the A100, not of {gpu.name}")
+            raise ConfigError(f"the published step times are of the A100, not of {gpu.name}")
         profile, row = self._row(model, parallelism)
         capacity = profile.kv_capacity_tokens.get((parallelism.tp, parallelism.pp))
         if capacity is None:
@@ -59,10 +61,9 @@ class DistServeA100:
     def _row(
         self, model: ModelSpec, parallelism: Parallelism
     ) -> tuple[ModelProfile, StepCoefficients]:
-        try:
-            profile = model_profile(f"facebook/{model.name}")
-        except ConfigError as error:
-            raise ModelError(str(error)) from error
+        profile = model_profile(f"facebook/{model.name}")
+        if not any(profile.coefficients.values()):
+            raise ConfigError(f"no step times of {model.name} are published, its KV capacity only")
         rows = profile.coefficients.get(self.backend)
         if rows is None:
             known = ", ".join(profile.coefficients)

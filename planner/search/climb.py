@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from daskserve.errors import DaskserveError
 from daskserve.planner.search.best import WAVE
-from daskserve.planner.search.simulated import SimulatedEvaluator, check_rate, run_all, run_task
+from daskserve.planner.search.simulated import SimulatedEvaluator, check_rate, run_all
 from daskserve.planner.search.units import Unit
 
 MOST_CANDIDATES = 32
@@ -56,12 +55,9 @@ def _better(
         tasks = [evaluator.task(unit, GAIN * rate, quick) for unit in units]
         checks = run_all(evaluator.executor, check_rate, tasks)
         units = [unit for unit, check in zip(units, checks, strict=True) if check.holds]
-    tasks = [evaluator.task(unit, effort=quick) for unit in units]
-    answers = run_all(evaluator.executor, run_task, tasks)
+    answers = evaluator.quick([evaluator.task(unit) for unit in units])
     found, reached = None, rate
     for unit, answer in zip(units, answers, strict=True):
-        if answer.status == "error":
-            raise DaskserveError(f"the simulation of {unit} failed: {answer.reason}")
         if (answer.rate or 0.0) > reached:
             found, reached = unit, answer.rate or 0.0
     return found, reached

@@ -86,13 +86,24 @@ def fewest_pooled(
         order = [choice for choice in order if least[choice] < best]
         wave, order = order[:WAVE], order[WAVE:]
         units = list(dict.fromkeys(unit for choice in wave for unit in choice))
-        tasks = [_count_task(evaluator, unit, ranges[unit], rate) for unit in units]
-        counts = dict(zip(units, run_all(evaluator.executor, fewest, tasks), strict=True))
+        counts = dict(zip(units, smallest_counts(evaluator, units, rate), strict=True))
         for choice in wave:
             if all(counts[unit] for unit in choice):
                 found.append(Pooled(choice, tuple(counts[unit] for unit in choice)))
         best = min((objective.weight(one.together) for one in found), default=math.inf)
     return sorted(found, key=lambda one: objective.weight(one.together))
+
+
+def smallest_counts(evaluator: SimulatedEvaluator, units: Sequence[Unit], rate: float) -> list[int]:
+    """How many of each one-instance unit hold the rate alone; 0 where no count does."""
+    spans = [_range(evaluator, unit, rate) for unit in units]
+    tasks = [
+        _count_task(evaluator, unit, span, rate)
+        for unit, span in zip(units, spans, strict=True)
+        if span is not None
+    ]
+    counts = iter(run_all(evaluator.executor, fewest, tasks))
+    return [next(counts) if span is not None else 0 for span in spans]
 
 
 def _range(evaluator: SimulatedEvaluator, unit: Unit, rate: float) -> tuple[int, int] | None:

@@ -24,12 +24,12 @@ class Refined:
     Parameters
     ----------
     unit
-        None when growing did not help.
+        The last that was looked at.
     answer
-        The last check: of ``unit``, or of what failed.
+        Its check; when that failed, growing did not help.
     """
 
-    unit: Unit | None
+    unit: Unit
     answer: Check
 
 
@@ -50,7 +50,7 @@ def refine_counts(
     while not answer.holds:
         grown = _grown(unit, answer, most)
         if grown is None:
-            return Refined(None, answer)
+            return Refined(unit, answer)
         unit = grown
         answer = check(unit)
     heaviest_first = sorted(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from daskserve.core.placement import Parallelism
@@ -62,12 +62,18 @@ class Task:
         For `check_rate` only: the rate that is asked about.
     """
 
+    unit: Unit
     workload: Workload
     deployment: Deployment
     slo: SLO
     effort: Effort
     arrivals: ArrivalProcess
     rate: float = 0.0
+
+    @property
+    def key(self) -> tuple[Unit, SLO]:
+        """What a search for its rate depends on, within one evaluator and effort."""
+        return self.unit, self.slo
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -142,6 +148,7 @@ class SimulatedEvaluator:
     found: dict[Unit, Goodput] = field(default_factory=dict)
     checked: dict[tuple[Unit, float], Check] = field(default_factory=dict)
     arrivals: ArrivalProcess = field(init=False)
+    _quick: dict[tuple[Unit, SLO], Goodput] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.arrivals = fit_arrivals(self.workload.arrays()[0])
@@ -170,6 +177,18 @@ class SimulatedEvaluator:
             self.found[unit] = answer
         return [estimate_of(self.found[unit]) for unit in units]
 
+    def quick(self, tasks: Sequence[Task]) -> list[Goodput]:
+        """Goodputs with one seed, remembered by deployment and limits."""
+        effort = self.effort.quick()
+        new = {task.key: replace(task, effort=effort) for task in tasks}
+        new = {key: task for key, task in new.items() if key not in self._quick}
+        answers = run_all(self.executor, run_task, list(new.values()))
+        for key, answer in zip(new, answers, strict=True):
+            if answer.status == "error":
+                raise DaskserveError(f"the simulation of {key[0]} failed: {answer.reason}")
+            self._quick[key] = answer
+        return [self._quick[task.key] for task in tasks]
+
     def check(self, unit: Unit, rate: float) -> Check:
         """Whether a deployment holds a rate."""
         key = (unit, rate)
@@ -180,7 +199,7 @@ class SimulatedEvaluator:
     def task(self, unit: Unit, rate: float = 0.0, effort: Effort | None = None) -> Task:
         deployment = self.deployment(unit)
         effort = effort or self.effort
-        return Task(self.workload, deployment, self.slo, effort, self.arrivals, rate)
+        return Task(unit, self.workload, deployment, self.slo, effort, self.arrivals, rate)
 
     def deployment(self, unit: Unit) -> Deployment:
         return deployment_of(unit, self.sized.model, self.sized.cluster, self.step_times)

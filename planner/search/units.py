@@ -24,7 +24,8 @@ class Instances:
         return self.count * self.parallelism.num_gpus
 
     def __str__(self) -> str:
-        return f"{self.count} x {self.role.lower()}({self.parallelism})"
+        split = self.parallelism
+        return f"{self.count}{self.role[0]}(TP{split.tp},PP{split.pp})"
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -60,18 +61,12 @@ class Unit:
         )
         return Unit(groups, self.num_segments, self.chunk_tokens)
 
-    @property
-    def brief(self) -> str:
-        """Such as ``6P(TP1,PP2) + 1D(TP2,PP2)``; C stands for colocated."""
-        return " + ".join(
-            f"{g.count}{g.role[0]}(TP{g.parallelism.tp},PP{g.parallelism.pp})"
-            + (f" on {g.gpu}" if len({group.gpu for group in self.groups}) > 1 else "")
-            + (f" chunks of {self.chunk_tokens}" if self.chunk_tokens else "")
-            for g in self.groups
-        )
-
     def __str__(self) -> str:
-        return " + ".join(str(group) for group in self.groups)
+        """Such as ``6P(TP1,PP2) + 1D(TP2,PP2) on H100``; C stands for colocated."""
+        kinds = list(dict.fromkeys(group.gpu for group in self.groups if group.gpu))
+        parts = [f"{group}{f' on {group.gpu}' if len(kinds) > 1 else ''}" for group in self.groups]
+        chunks = f" chunks of {self.chunk_tokens}" if self.chunk_tokens else ""
+        return " + ".join(parts) + chunks + (f" on {kinds[0]}" if len(kinds) == 1 else "")
 
 
 @dataclass(frozen=True, slots=True)

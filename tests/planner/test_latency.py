@@ -155,12 +155,14 @@ def test_splits_that_cannot_be(name, gpu, parallelism, message):
 
 def test_published_coefficients_know_their_limits():
     model = ModelSpec.load("opt-13b")
-    with pytest.raises(ModelError, match="of the A100, not of H100"):
+    with pytest.raises(ConfigError, match="of the A100, not of H100"):
         DistServeA100().step_times(model, H100, Parallelism())
     with pytest.raises(ModelError, match="TP=8"):
         DistServeA100().step_times(model, A100, Parallelism(8))
-    with pytest.raises(ModelError, match="no published profile"):
+    with pytest.raises(ConfigError, match="no published profile"):
         DistServeA100().step_times(ModelSpec.load("llama-3.1-8b"), A100, Parallelism())
+    with pytest.raises(ConfigError, match="no step times of opt-175b"):
+        DistServeA100().step_times(ModelSpec.load("opt-175b"), A100, Parallelism(8))
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,7 @@ def test_a_plan_places_explains_and_ranks(found):
         "Algorithm 1, pooled", "colocated", "one parallelism",
     }  # fmt: skip
     text = " ".join(found.explanation)
-    for word in ("Algorithm 1", "Runner-up", "TTFT x 0.8", "bound by", "other rates"):
+    for word in ("Algorithm 1", "Runner-up", "TTFT limit x 0.8", "bound by", "other rates"):
         assert word in text
     ranking = found.ranking
     assert ranking.sizes["option"] == 3 and bool(ranking["is_usable"].any())
@@ -55,7 +55,7 @@ def test_every_instance_starts_with_its_limits(found):
 
 
 def test_price_per_million_tokens(found):
-    tokens = found.tokens_per_s * 3600 / 1e6
+    tokens = found.rate * found.tokens_per_request * 3600 / 1e6
     price = found.price_per_million_tokens(found.chosen)
     assert price * tokens == pytest.approx(found.chosen.num_gpus * 3.0)
 

@@ -43,6 +43,11 @@ engine_options = options(
     ),
 )
 placement_options = options(
+    click.option(
+        "--placement",
+        metavar="FILE",
+        help="Start what this file of daskserve plan says, on this machine.",
+    ),
     click.option("--prefill", type=click.IntRange(1), help="Prefill instances  [default: 1]"),
     click.option("--decode", type=click.IntRange(1), help="Decode instances  [default: 1]"),
     click.option(
@@ -78,6 +83,9 @@ def slo_of(given: dict[str, Any]) -> SLO | None:
 def check_placement(given: dict[str, Any]) -> None:
     """Options that contradict each other are refused before anything starts (ConfigError)."""
     own = [f"--{name}" for name in ("prefill", "decode", "colocated") if given[name]]
+    if given["placement"] and (own or given["scheduler"]):
+        others = ", ".join([*own, *(["--scheduler"] if given["scheduler"] else [])])
+        raise ConfigError(f"--placement says what to start; leave out {others}")
     if given["scheduler"] and own:
         raise ConfigError(
             f"{', '.join(own)}: on an existing scheduler the workers' resources say what they "
@@ -91,11 +99,16 @@ def open_service(
     config: EngineConfig, given: dict[str, Any], slo: SLO | None, asynchronous: bool = False
 ) -> Service:
     """The service that the options ask for."""
+    from daskserve.placed import counts_of, engine_of
+    from daskserve.planner.placement_file import read_placement
     from daskserve.service import Service
 
     if given["scheduler"]:
         return Service.attach(given["scheduler"], config, slo=slo, asynchronous=asynchronous)
-    if given["colocated"]:
+    if given["placement"]:
+        placement = read_placement(given["placement"])
+        counts, config = counts_of(placement), engine_of(placement, config)
+    elif given["colocated"]:
         counts = {"prefill": 0, "decode": 0, "colocated": given["colocated"]}
     else:
         counts = {"prefill": given["prefill"] or 1, "decode": given["decode"] or 1}

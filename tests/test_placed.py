@@ -1,0 +1,73 @@
+from __future__ import annotations
+
+import pytest
+from click.testing import CliRunner
+
+from daskserve import EngineConfig
+from daskserve.cli import main
+from daskserve.core.instance import Role
+from daskserve.core.placement import GPULocation, InstancePlacement, Parallelism, Placement
+from daskserve.errors import ConfigError
+from daskserve.placed import counts_of, engine_of
+from daskserve.planner.placement_file import placement_to_yaml
+
+
+def one(role, gpu, node=0, tp=1, **limits):
+    gpus = tuple(GPULocation(node, gpu + rank) for rank in range(tp))
+    return InstancePlacement(role, Parallelism(tp, 1), gpus, **limits)
+
+
+def test_a_placement_becomes_instances_with_its_limits():
+    placement = Placement(
+        (
+            one(Role.PREFILL, 0, kv_capacity_tokens=4000, prefill_budget_tokens=512),
+            one(Role.PREFILL, 1, kv_capacity_tokens=5000, prefill_budget_tokens=512),
+            one(Role.DECODE, 2, kv_capacity_tokens=9000, max_batch_size=48),
+        ),
+        gpus_per_node=8,
+    )
+    assert counts_of(placement) == {"prefill": 2, "decode": 1, "colocated": 0}
+    config = engine_of(placement, EngineConfig(model="mock"))
+    assert (config.num_kv_blocks, config.prefill_budget_tokens) == (250, 512)
+    assert (config.max_batch_size, config.chunk_tokens, config.model) == (48, None, "mock")
+
+
+def test_colocated_instances_keep_their_chunks():
+    placement = Placement((one(Role.COLOCATED, 0, chunk_tokens=256),), gpus_per_node=1)
+    assert counts_of(placement)["colocated"] == 1
+    assert engine_of(placement, EngineConfig(model="mock")).chunk_tokens == 256
+
+
+@pytest.mark.parametrize(
+    ("instances", "part"),
+    [
+        ((one(Role.COLOCATED, 0, tp=2),), "instance 1 of the placement is TP2xPP1"),
+        ((one(Role.COLOCATED, 0), one(Role.COLOCATED, 0, node=1)), "spans 2 nodes"),
+        (
+            (one(Role.COLOCATED, 0), one(Role.PREFILL, 1), one(Role.DECODE, 2)),
+            "mixes COLOCATED with",
+        ),
+        (
+            (one(Role.COLOCATED, 0, max_batch_size=8), one(Role.COLOCATED, 1, max_batch_size=9)),
+            "max_batch_size differs between COLOCATED instances (8, 9)",
+        ),
+    ],
+)
+def test_what_cannot_be_started_here_is_refused(instances, part):
+    placement = Placement(instances, gpus_per_node=8)
+    with pytest.raises(ConfigError) as caught:
+        counts_of(placement)
+        engine_of(placement, EngineConfig(model="mock"))
+    assert part in str(caught.value)
+
+
+def test_the_command_line_reads_it(tmp_path):
+    path = tmp_path / "placement.yaml"
+    path.write_text(placement_to_yaml(Placement((one(Role.COLOCATED, 0, tp=2),), gpus_per_node=8)))
+    for options, part in (
+        (["--placement", str(path)], "TP2xPP1"),
+        (["--placement", "none.yaml"], "cannot read none.yaml"),
+        (["--placement", str(path), "--decode", "2"], "leave out --decode"),
+    ):
+        result = CliRunner().invoke(main, ["serve", "--model", "mock", *options])
+        assert (result.exit_code, part in result.stderr) == (1, True)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
 import click
 
+from daskserve.bench_command import bench_command
 from daskserve.command_options import (
     check_placement,
     engine_options,
@@ -27,6 +30,7 @@ from daskserve.plan_commands import plan_command, simulate_command
 from daskserve.serve_command import serve_command
 
 _INTERRUPTED = 130
+_STOPPED = "stopped; run the same command again to go on"
 
 
 class _Group(click.Group):
@@ -103,7 +107,7 @@ def run_batch_command(source: str, output: str, **given: Any) -> None:
     config = EngineConfig(model=given["model"], dtype=given["dtype"])
     params, slo = _sampling(given), slo_of(given)
     check_placement(given)
-    _catch_signals()
+    _catch_signals(_interrupt)
     try:
         with BatchJob(
             source,
@@ -119,23 +123,30 @@ def run_batch_command(source: str, output: str, **given: Any) -> None:
                 with open_service(config, given, slo) as service:
                     summary = job.run(service, given["max_in_flight"], not given["quiet"])
     except KeyboardInterrupt:
-        click.echo("stopped; run the same command again to go on", err=True)
+        click.echo(_STOPPED, err=True)
         raise SystemExit(_INTERRUPTED) from None
     if not given["quiet"]:
         click.echo(str(summary))
     raise SystemExit(summary.exit_code)
 
 
-def _catch_signals() -> None:
+def _catch_signals(handler: Callable[[int, Any], NoReturn]) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         if signal.getsignal(number) is not signal.SIG_IGN:  # as in a shell's background
-            signal.signal(number, _interrupt)
+            signal.signal(number, handler)
+
+
+def _exit_now(signal_number: int, frame: Any) -> NoReturn:
+    """Asked twice: what is written needs no closing, and the workers end with their parent."""
+    os.write(2, f"{_STOPPED}\n".encode())
+    os._exit(_INTERRUPTED)
 
 
 def _interrupt(signal_number: int, frame: Any) -> NoReturn:
+    _catch_signals(_exit_now)
     # Connections are cut from here on, perhaps of a cluster that is half started; what Dask and
     # asyncio say of that helps nobody.
-    for name in ("asyncio", "distributed", "tornado"):
+    for name in ("asyncio", "daskserve", "distributed", "tornado"):
         logging.getLogger(name).setLevel(logging.CRITICAL + 1)
     sys.unraisablehook = lambda unraisable: None
     raise KeyboardInterrupt
@@ -186,6 +197,7 @@ def profile_prefill_command(model: str, dtype: str, threads: int | None) -> None
 
 
 main.add_command(serve_command)
+main.add_command(bench_command)
 main.add_command(plan_command)
 main.add_command(simulate_command)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +25,8 @@ from daskserve.service.names import (
     LOAD,
     STATUS,
 )
+
+logger = logging.getLogger(__name__)
 
 _POLL_S = 0.05
 
@@ -76,7 +79,7 @@ class Connection:
             An instance could not load its model.
         """
         await self._install(DispatchPlugin(self._settings))
-        await self._rpc(ATTACH, service=self._service_id)
+        await self._rpc(ATTACH, service=self._service_id, client=self._client.id)
         self._is_attached = True
         self.is_colocated = _is_colocated((await self._rpc(STATUS))["workers"])
         await self._install(InstancePlugin(self._config, self._settings))
@@ -107,7 +110,10 @@ class Connection:
         """Leave the scheduler; the last service takes the plugins, and so the models, with it."""
         if self._is_attached and self._client.status == "running":
             self._is_attached = False
-            await self._rpc(DETACH, service=self._service_id)
+            try:
+                await self._rpc(DETACH, service=self._service_id)
+            except OSError as error:  # the scheduler is going too
+                logger.warning("leaving the scheduler failed: %s", error)
 
     async def _rpc(self, name: str, **kwargs: Any) -> Any:
         return await getattr(self._client.scheduler, name)(**kwargs)

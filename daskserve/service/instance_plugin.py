@@ -15,13 +15,14 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from distributed import Worker
+from distributed.core import Status
 from distributed.diagnostics.plugin import WorkerPlugin
 
 from daskserve.config import ServiceSettings
 from daskserve.core.instance import EngineConfig, Role
 from daskserve.core.kv import KVHandle
 from daskserve.core.request import TokenDelta
-from daskserve.errors import DaskserveError, InstanceLost
+from daskserve.errors import DaskserveError, InstanceLost, KVUnavailable
 from daskserve.service.clock import clock_offset_s
 from daskserve.service.kv_pull import OPERATION, KVServer, pull
 from daskserve.service.members import FAILED, LOADING, LOST, READY, Report
@@ -87,14 +88,19 @@ class InstancePlugin(WorkerPlugin):
         if self._role is None:
             return
         self._is_over = True
-        # A model that is still loading cannot be stopped: it closes itself once it is there.
-        await asyncio.wait([self._loading], timeout=_LOADING_GRACE_S)
+        # Before anything is awaited: another service's plugin may put in its own meanwhile.
         for name in (LOAD, ONLINE, OPERATION):
             worker.handlers.pop(name, None)
+        # A model that is still loading cannot be stopped: it closes itself once it is there.
+        await asyncio.wait([self._loading], timeout=_LOADING_GRACE_S)
         self._online.close()
         await self._tokens.close()
         if self._instance is not None:
             await self._instance.close()
+            self._instance = None
+            if worker.status is Status.running:  # it lives on without us: give the memory back
+                gc.unfreeze()
+                gc.collect()
 
     def transition(self, key: Any, start: str, finish: str, **kwargs: Any) -> None:
         """Dask lets a cancelled coroutine run on; here its request is aborted."""
@@ -167,10 +173,9 @@ class InstancePlugin(WorkerPlugin):
             await instance.close()
             return
         self._instance = instance
-        server = KVServer(
-            self.address, instance.export, instance.release, self._settings.pull_stall_timeout_s
-        )
         if self._role is Role.PREFILL:
+            stall_s = self._settings.pull_stall_timeout_s
+            server = KVServer(self.address, self._export_kv, self._release_kv, stall_s)
             self._worker.handlers[OPERATION] = server.handle
         self._report(READY, info=asdict(instance.info))
 
@@ -199,6 +204,17 @@ class InstancePlugin(WorkerPlugin):
 
     async def _load_counters(self) -> dict[str, int]:
         return asdict(self._instance.load()) if self._instance is not None else {}
+
+    # Not the instance's own methods: Dask never forgets a handler, and with it the weights.
+
+    def _export_kv(self, handle: KVHandle) -> list[memoryview]:
+        if self._instance is None:
+            raise KVUnavailable(f"the instance on {self.address} is closed")
+        return self._instance.export(handle)
+
+    def _release_kv(self, request_id: str, secret: bytes) -> None:
+        if self._instance is not None:
+            self._instance.release(request_id, secret)
 
     def _keep_kv(self, request_ids: list[str]) -> None:
         if self._instance is not None:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
+import threading
 from collections.abc import Sequence
+from multiprocessing import resource_tracker
 from typing import Any
 
 from distributed import Nanny, Scheduler, SpecCluster, Worker
@@ -43,6 +46,15 @@ class OwnCluster(SpecCluster):
     SpecCluster looks once, some time after a loss, and closes the nanny for good when its worker
     is away at that moment, though it may be on its way up for the second time.
     """
+
+    async def _start(self) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            # Ctrl-C in a terminal reaches every process of the group. It is for the one that
+            # asked for the cluster and closes it: processes started from this thread inherit
+            # its mask. The tracker comes first, since starting it unblocks the signal.
+            resource_tracker.ensure_running()
+            signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+        await super()._start()
 
     def _update_worker_status(self, op: str, msg: Any) -> None:
         super(SpecCluster, self)._update_worker_status(op, msg)

@@ -6,6 +6,7 @@ never comes are failed here with the reason.
 
 from __future__ import annotations
 
+import logging
 import time
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -31,7 +32,11 @@ from daskserve.service.names import (
 )
 from daskserve.service.online_dispatch import OnlineDispatch
 
+logger = logging.getLogger(__name__)
+
 _TICK_S = 0.25
+CLIENT_GRACE_S = 30.0
+"""A client that lost its connection may come back within this time."""
 
 LOADING, READY, FAILED, LOST = "loading", "ready", "failed", "lost"
 """What a worker reports of its instance."""
@@ -84,7 +89,8 @@ class Members:
         self._settings = settings
         self._dispatch = dispatch
         self._reports: dict[str, Report] = {}
-        self._services: set[str] = set()
+        self._clients: dict[str, str] = {}  # of every attached service
+        self._absent_since: dict[str, float] = {}  # clients that are away
         self._missing_since: dict[Role, float] = {}
         self._kept_at = time.monotonic()
         self._tick_callback = PeriodicCallback(self._tick, _TICK_S * 1000)
@@ -108,9 +114,14 @@ class Members:
 
     async def _uninstall(self) -> None:
         """The last service has left: the instances go, and we with them."""
+        try:
+            if INSTANCE_PLUGIN in self._scheduler.worker_plugins:
+                await self._scheduler.unregister_worker_plugin(None, INSTANCE_PLUGIN)
+        except OSError as error:
+            logger.warning("a worker left while its instance was to be closed: %s", error)
+        if self._clients:
+            return  # another service has come meanwhile
         self.stop()
-        if INSTANCE_PLUGIN in self._scheduler.worker_plugins:
-            await self._scheduler.unregister_worker_plugin(None, INSTANCE_PLUGIN)
         # The stream handler stays: a late report would otherwise cut a worker off.
         for name in (STATUS, CLOCK, ATTACH, DETACH, ONLINE):
             self._scheduler.handlers.pop(name, None)
@@ -149,12 +160,11 @@ class Members:
     async def _clock(self) -> float:
         return time.monotonic()
 
-    async def _attach(self, service: str) -> None:
-        self._services.add(service)
+    async def _attach(self, service: str, client: str) -> None:
+        self._clients[service] = client
 
     async def _detach(self, service: str) -> None:
-        self._services.discard(service)
-        if not self._services:
+        if self._clients.pop(service, None) is not None and not self._clients:
             await self._uninstall()
 
     def _on_report(self, report: dict[str, Any], worker: str, **kwargs: Any) -> None:
@@ -178,7 +188,7 @@ class Members:
 
     # From time to time.
 
-    def _tick(self) -> None:
+    async def _tick(self) -> None:
         now = time.monotonic()
         self._dispatch.state.end_probations(now)
         for role in Role:
@@ -192,6 +202,19 @@ class Members:
             self._keep_kv()
         if self._scheduler.no_workers_timeout is not None:
             self._renew_parked(now)
+        if self._forget_killed_clients(now):
+            await self._uninstall()
+
+    def _forget_killed_clients(self, now: float) -> bool:
+        """Services whose process died never say so; True when the last one is gone."""
+        for service, client in list(self._clients.items()):
+            if client in self._scheduler.clients:
+                self._absent_since.pop(client, None)
+            elif now - self._absent_since.setdefault(client, now) > CLIENT_GRACE_S:
+                del self._clients[service]
+                if not self._clients:
+                    return True
+        return False
 
     def _look_after(self, role: Role, now: float) -> None:
         """Fail what waits for an instance that will not come."""

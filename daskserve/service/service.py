@@ -189,7 +189,7 @@ class Service:
     ) -> TokenStream:
         """Tokens of a validated request; `TokenStream.completion` has the whole answer.
 
-        What goes wrong is raised by the stream, after the tokens that did come.
+        What goes wrong later is raised by the stream, after the tokens that did come.
 
         Parameters
         ----------
@@ -200,6 +200,8 @@ class Service:
             Most requests that may wait before this one, below the setting
             ``service.max-waiting-requests``: with more, the stream raises Overloaded.
         """
+        if self.client.status != "running":
+            raise ClusterError("the service is closed, or its scheduler is gone")
         request = replace(
             request,
             token_sink=self._listener.address(),
@@ -240,12 +242,14 @@ class Service:
         if self._asynchronous:
             return self._close()
         client = self.client
-        if client is not None and client.status != "closed":
-            client.sync(self._leave)
-            if client is not self._given:
-                client.close()
-        if self._cluster is not None:
-            self._cluster.close()
+        try:
+            if client is not None and client.status != "closed":
+                client.sync(self._leave)
+                if client is not self._given:
+                    client.close()
+        finally:
+            if self._cluster is not None:
+                self._cluster.close()
         return None
 
     def __enter__(self) -> Service:
@@ -337,12 +341,14 @@ class Service:
 
     async def _close(self) -> None:
         client = self.client
-        if client is not None and client.status != "closed":
-            await self._leave()
-            if client is not self._given:
-                await client.close()
-        if self._cluster is not None:
-            await self._cluster.close()
+        try:
+            if client is not None and client.status != "closed":
+                await self._leave()
+                if client is not self._given:
+                    await client.close()
+        finally:
+            if self._cluster is not None:
+                await self._cluster.close()
 
     async def _info(self) -> list[AddressedInstance]:
         await self._connection.refresh()

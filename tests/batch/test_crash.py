@@ -13,6 +13,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import dask
+import psutil
 import pytest
 from distributed import Client
 from distributed.diagnostics.plugin import WorkerPlugin
@@ -130,26 +131,63 @@ def test_stopped_job_says_so_and_goes_on(service, source, tmp_path, expected, nu
     assert sorted(output.read_text().splitlines()) == expected
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("delay_s", [0.0, 0.3, 0.6, 1.0, 2.0])
-def test_job_stopped_while_its_cluster_starts_says_so(source, tmp_path, delay_s):
-    arguments = ["--model", "mock", "-i", str(source), "-o", str(tmp_path / "out.jsonl")]
-    process = subprocess.Popen(
+def start_alone(source, output):
+    """A job with a cluster of its own, in a process group of its own."""
+    arguments = ["--model", "mock", "--max-tokens", "100", "-i", str(source), "-o", str(output)]
+    return subprocess.Popen(
         [sys.executable, "-m", "daskserve.cli", "run-batch", *arguments],
         stderr=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         text=True,
+        start_new_session=True,
     )
+
+
+def check_stopped(process):
+    _, message = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert "stopped; run the same command again to go on" in message
+    assert "Traceback" not in message
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("delay_s", [0.0, 0.3, 0.6, 1.0, 2.0])
+def test_job_stopped_while_its_cluster_starts_says_so(source, tmp_path, delay_s):
+    process = start_alone(source, tmp_path / "out.jsonl")
     deadline = time.monotonic() + 30
     while not (tmp_path / "out.jsonl.job" / "manifest.json").exists():
         assert time.monotonic() < deadline
         time.sleep(0.01)
     time.sleep(delay_s)
-    process.send_signal(signal.SIGINT)
-    _, message = process.communicate(timeout=30)
-    assert process.returncode == 130
-    assert "stopped; run the same command again to go on" in message
-    assert "Traceback" not in message
+    os.killpg(process.pid, signal.SIGINT)
+    check_stopped(process)
+
+
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
+)
+def test_a_signal_to_the_whole_process_group_stops_in_order(source, tmp_path, number):
+    """As Ctrl-C in a terminal does: the workers get it too."""
+    output = tmp_path / "out.jsonl"
+    process = start_alone(source, output)
+    wait_for_lines(process, output, 1)
+    os.killpg(process.pid, number)
+    check_stopped(process)
+    assert 0 < num_lines(output) < NUM_ROWS
+
+
+@pytest.mark.slow
+def test_a_second_signal_ends_the_job_at_once(source, tmp_path):
+    output = tmp_path / "out.jsonl"
+    process = start_alone(source, output)
+    wait_for_lines(process, output, 1)
+    workers = psutil.Process(process.pid).children(recursive=True)
+    os.killpg(process.pid, signal.SIGINT)
+    time.sleep(0.02)
+    os.killpg(process.pid, signal.SIGINT)
+    check_stopped(process)
+    _, alive = psutil.wait_procs(workers, timeout=10)
+    assert not alive
 
 
 def start_job(pool, service, source, output):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import weakref
 
 import dask
 import pytest
@@ -11,7 +12,7 @@ from distributed import Client, LocalCluster
 from daskserve import EngineConfig, SamplingParams, Service
 from daskserve.core.instance import Role
 from daskserve.errors import ClusterError, ModelError
-from daskserve.service import instance_plugin
+from daskserve.service import instance_plugin, members
 from daskserve.service.instance_plugin import InstancePlugin
 from daskserve.service.names import DISPATCH_PLUGIN
 
@@ -49,6 +50,34 @@ def test_a_scheduler_is_left_as_it_was_found(cluster, mock):
         assert before == after
         with Service.attach(client, mock(mock_decode_s=0.001)) as service:
             service.submit("hello", PARAMS).result()
+
+
+def test_a_closed_service_gives_the_memory_of_its_models_back(
+    cluster, mock, monkeypatch, eventually
+):
+    built, build = [], instance_plugin._build
+
+    def building(role, config):
+        instance = build(role, config)
+        built.append(weakref.ref(instance))
+        return instance
+
+    monkeypatch.setattr(instance_plugin, "_build", building)
+    with cluster(prefill=1, decode=1) as own, Client(own) as client:
+        with Service.attach(client, mock()) as service:
+            service.submit("hello", PARAMS).result()
+        eventually(lambda: [ref() for ref in built] == [None, None])
+
+
+def test_a_killed_driver_does_not_keep_the_workers(cluster, mock, monkeypatch, eventually):
+    monkeypatch.setattr(members, "CLIENT_GRACE_S", 0.1)
+    with cluster(prefill=1, decode=1) as own, Client(own) as client:
+        before = traits(client)
+        killed = Service.attach(own.scheduler_address, mock())
+        killed.client.close()  # all that the scheduler sees of a kill
+        eventually(lambda: traits(client) == before, timeout_s=10)
+        with Service.attach(client, mock(block_size=32)) as service:
+            assert service.submit("hello", PARAMS).result().num_output_tokens == 8
 
 
 def test_active_memory_manager_and_stealing_may_be_on(cluster, mock, is_idle, eventually):

@@ -17,7 +17,9 @@ from daskserve.server.errors import Refusal
 
 _COMPLETION_TOKENS = 16  # OpenAI's default
 _LIMITS = ("max_tokens", "max_completion_tokens")
-_STREAM_OPTIONS = ("include_usage", "continuous_usage_stats", "include_obfuscation")
+_STREAM_OPTIONS = (
+    "include_usage", "continuous_usage_stats", "include_timeline", "include_obfuscation",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +38,8 @@ class Ask:
         Begin the text with the prompt.
     include_usage, usage_on_every_chunk
         Of ``stream_options``.
+    include_timeline
+        Of ``stream_options``, an extension: the chunk with the usage tells the stages too.
     """
 
     is_chat: bool
@@ -46,6 +50,7 @@ class Ask:
     is_stream: bool = False
     include_usage: bool = False
     usage_on_every_chunk: bool = False
+    include_timeline: bool = False
     echo: bool = False
 
     @property
@@ -154,23 +159,23 @@ def _completion_logprobs(rest: dict[str, Any]) -> int | None:
     return num_top if num_top >= 0 else None
 
 
-def _stream_options(given: Any, is_stream: bool) -> tuple[bool, bool]:
-    """``include_usage`` and ``continuous_usage_stats``."""
+def _stream_options(given: Any, is_stream: bool) -> tuple[bool, bool, bool]:
+    """``include_usage``, ``continuous_usage_stats`` and ``include_timeline``."""
     if given is None:
-        return False, False
+        return False, False, False
     if not is_stream:
         raise InvalidParameter("stream_options", given, "needs stream: true")
     if not isinstance(given, dict):
         raise InvalidParameter("stream_options", given, "must be an object")
     options = dict(given)
-    include, everywhere, padded = (_flag(options, name) for name in _STREAM_OPTIONS)
+    include, everywhere, timeline, padded = (_flag(options, name) for name in _STREAM_OPTIONS)
     if options:
         name = next(iter(options))
         limit = f"is not known; known are {', '.join(_STREAM_OPTIONS)}"
         raise InvalidParameter(f"stream_options.{name}", options[name], limit)
     if padded:
         raise InvalidParameter("stream_options.include_obfuscation", True, "is not supported")
-    return include or everywhere, everywhere
+    return include or everywhere or timeline, everywhere, timeline
 
 
 def _several(prompt: Any, most: int) -> tuple[Prompt, ...]:

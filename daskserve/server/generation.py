@@ -157,7 +157,11 @@ class Generation:
                     chunk["usage"] = usage
                 await sender.event(chunk)
             if ask.include_usage:
-                await sender.event(envelope.usage_chunk(_usage(ask, answers)))
+                chunk = envelope.usage_chunk(_usage(ask, answers))
+                if ask.include_timeline:
+                    timelines = [(await a.stream.completion()).timeline for a in answers]
+                    chunk["daskserve"] = {"timelines": timelines}
+                await sender.event(chunk)
         except Exception as error:
             if isinstance(error, ClientGone) or not sender.is_started:
                 raise  # to nobody, or as a status of its own

@@ -1,0 +1,246 @@
+"""``daskserve bench``: load on a server from the command line, and the figures of it."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from daskserve.command_options import options, slo_of, slo_options
+from daskserve.errors import ConfigError
+
+if TYPE_CHECKING:
+    from daskserve.bench.offered import Offered
+    from daskserve.bench.prompts import Prompts
+    from daskserve.bench.target import Target
+    from daskserve.planner.workload import Workload
+
+_NUM_REQUESTS, _PROMPT_TOKENS, _OUTPUT_TOKENS = 200, "512", "128"
+_FAILED_REQUESTS = 3
+_INTERRUPTED = 130
+
+_target_options = options(
+    click.option(
+        "--url",
+        default="http://127.0.0.1:8000",
+        show_default=True,
+        help="Of the server, with or without /v1.",
+    ),
+    click.option("--model", default="", help="As the server calls it  [default: the one it has]"),
+    click.option(
+        "--endpoint",
+        type=click.Choice(("completions", "chat")),
+        default="completions",
+        show_default=True,
+        help="/v1/completions or /v1/chat/completions; answers are streamed.",
+    ),
+    click.option(
+        "--api-key-file",
+        metavar="PATH",
+        help="The first line is the key. Without it the environment variable OPENAI_API_KEY.",
+    ),
+    click.option("--ca-file", metavar="PATH", help="PEM of your own authority, for https."),
+    click.option(
+        "--ready-timeout",
+        type=click.FloatRange(0),
+        default=0.0,
+        metavar="SECONDS",
+        help="Wait so long for a server that starts  [default: not at all]",
+    ),
+)
+_load_options = options(
+    click.option("--rate", type=float, help="Requests/s; inf sends all at once."),
+    click.option("--requests", type=click.IntRange(1), help="How many  [default: 200]"),
+    click.option(
+        "--duration",
+        type=click.FloatRange(0, min_open=True),
+        metavar="SECONDS",
+        help="Instead of --requests: so long at the rate.",
+    ),
+    click.option(
+        "--arrivals",
+        type=click.Choice(("poisson", "gamma", "constant", "workload")),
+        help="workload: those of the file  [default: workload if it has times, else poisson]",
+    ),
+    click.option(
+        "--burstiness",
+        type=float,
+        default=1.0,
+        help="Of --arrivals gamma, as in vLLM: 1 is Poisson, less is burstier.",
+    ),
+    click.option(
+        "--workload",
+        "workload_path",
+        metavar="FILE",
+        help="Lengths and arrivals of a trace, as daskserve plan reads it.",
+    ),
+    click.option("--prompt-tokens", metavar="N[-M]", help="Instead of a file  [default: 512]"),
+    click.option("--output-tokens", metavar="N[-M]", help="Tokens to ask for  [default: 128]"),
+    click.option(
+        "--prompt-file",
+        metavar="PATH",
+        help="Prompts, one a line in turn: text, or .jsonl with prompt or messages. "
+        "Otherwise random tokens; for --endpoint chat random words, each about a token.",
+    ),
+    click.option(
+        "--token-ids",
+        metavar="LOW-HIGH",
+        default="100-250",
+        show_default=True,
+        help="Random tokens are of these ids: give the model's own range for realistic experts.",
+    ),
+    click.option(
+        "--ignore-eos/--stop-at-eos",
+        default=True,
+        show_default=True,
+        help="Always ask for all output tokens (vLLM and daskserve know it).",
+    ),
+    click.option("--temperature", type=float, default=0.0, help="Of the sampling  [default: 0]"),
+    click.option("--seed", type=click.IntRange(0), default=0, help="Same seed, same load."),
+    click.option(
+        "--timeout",
+        type=click.FloatRange(0, min_open=True),
+        default=600.0,
+        show_default=True,
+        metavar="SECONDS",
+        help="An answer that takes longer failed.",
+    ),
+)
+
+
+@click.command("bench")
+@_target_options
+@_load_options
+@slo_options
+@click.option(
+    "--instances",
+    type=click.IntRange(1),
+    help="For figures per instance [default: what a daskserve server says]",
+)
+@click.option(
+    "-o",
+    "--output",
+    metavar="FILE",
+    help="Write every request as NetCDF (.nc); daskserve plan --workload reads it.",
+)
+@click.option("--quiet", is_flag=True, help="No progress.")
+def bench_command(**given: Any) -> None:
+    """Put load on an OpenAI-compatible server and measure what it makes of it.
+
+    Requests leave at their arrival times whatever the server does (an open loop), from this one
+    process; how late it was itself is printed too.
+
+    \b
+      daskserve bench --rate 4 --requests 200 --prompt-tokens 512 --output-tokens 128
+      daskserve bench --rate 4 --duration 60 --slo-ttft 0.5 --slo-tpot 0.1
+      daskserve bench --url http://gpu7:8000 --workload trace.csv --rate 20
+
+    \b
+    Exit codes: 0 all requests were answered, 3 some failed, 1 the server cannot be used,
+    130 stopped by Ctrl-C (what was measured is printed).
+    """
+    try:
+        import httpx  # noqa: F401
+    except ImportError:
+        raise ConfigError("daskserve bench needs httpx: pip install daskserve[bench]") from None
+    import asyncio
+
+    raise SystemExit(asyncio.run(_bench(given)))
+
+
+async def _bench(given: dict[str, Any]) -> int:
+    from daskserve.bench.results import Results
+    from daskserve.bench.session import opened
+    from daskserve.bench.summary import Summary, failure_lines
+
+    slo, prompts = slo_of(given), _prompts(given)
+    workload = _workload(given)
+    async with opened(
+        _target(given),
+        prompts,
+        timeout_s=given["timeout"],
+        ready_timeout_s=given["ready_timeout"],
+        is_quiet=given["quiet"],
+    ) as session:
+        records = await session.loop.run(workload)
+    results = Results.of([records])
+    num_instances = given["instances"] or session.num_instances
+    summary = Summary.of(results, slo, given["rate"], num_instances)
+    click.echo("\n".join(summary.lines()))
+    for line in (*failure_lines(results, records), *session.loop.lag.lines()):
+        click.echo(line)
+    if given["output"]:
+        results.write(given["output"])
+    if session.stop.is_set():
+        return _INTERRUPTED
+    return _FAILED_REQUESTS if summary.num_failed else 0
+
+
+def _target(given: dict[str, Any]) -> Target:
+    from daskserve.bench.target import Target, load_key
+
+    extra = {"temperature": given["temperature"]}
+    if given["ignore_eos"]:
+        extra["ignore_eos"] = True
+    return Target(
+        given["url"],
+        given["model"],
+        given["endpoint"],
+        load_key(given["api_key_file"]),
+        given["ca_file"],
+        extra=extra,
+    )
+
+
+def _prompts(given: dict[str, Any]) -> Prompts:
+    from daskserve.bench.prompts import FileLines, RandomTokens, RandomWords, token_ids
+
+    is_chat = given["endpoint"] == "chat"
+    if given["prompt_file"] is not None:
+        return FileLines(given["prompt_file"], is_chat)
+    if is_chat:
+        return RandomWords(given["seed"])
+    return RandomTokens(given["seed"], *token_ids(given["token_ids"]))
+
+
+def _offered(given: dict[str, Any]) -> Offered:
+    from daskserve.bench.offered import Lengths, Offered, arrival_process
+    from daskserve.planner.traces import read_workload
+
+    lengths = [
+        Lengths.read(f"--{name}-tokens", given[f"{name}_tokens"] or default)
+        for name, default in (("prompt", _PROMPT_TOKENS), ("output", _OUTPUT_TOKENS))
+    ]
+    name = given["arrivals"]
+    if given["workload_path"] is None:
+        if name == "workload":
+            raise ConfigError("--arrivals workload needs --workload FILE")
+        process = arrival_process(name or "poisson", given["burstiness"])
+        return Offered.uniform(*lengths, process, given["seed"])
+    if given["prompt_tokens"] or given["output_tokens"]:
+        raise ConfigError("give --workload, or --prompt-tokens and --output-tokens, not both")
+    trace = read_workload(given["workload_path"], seed=given["seed"])
+    has_times = trace.rate is not None
+    if name == "workload" and not has_times:
+        raise ConfigError(f"{given['workload_path']} has no arrival times; choose other --arrivals")
+    if name is None and has_times:
+        name = "workload"
+    process = (
+        None if name == "workload" else arrival_process(name or "poisson", given["burstiness"])
+    )
+    return Offered(trace, process, given["seed"])
+
+
+def _workload(given: dict[str, Any]) -> Workload:
+    rate, duration_s, num_requests = given["rate"], given["duration"], given["requests"]
+    if duration_s is not None:
+        if num_requests is not None:
+            raise ConfigError("give --requests or --duration, not both")
+        if rate is None or math.isinf(rate):
+            raise ConfigError("--duration needs --rate, a finite one")
+        num_requests = max(1, round(rate * duration_s))
+    offered = _offered(given)
+    if num_requests is None and offered.arrivals is not None:
+        num_requests = _NUM_REQUESTS
+    return offered.at(rate, num_requests)

@@ -81,7 +81,11 @@ class Frontend:
         self._worker: BatchWorker | None = None
         self.asgi = Starlette(
             routes=[
-                *(self._batch_routes(options) if options.state_folder else ()),
+                *(
+                    self._batch_routes(options, options.state_folder)
+                    if options.state_folder
+                    else ()
+                ),
                 Route("/health", health.health, methods=["GET"]),
                 Route("/ready", health.ready, methods=["GET"]),
                 Route("/metrics", health.metrics, methods=["GET"]),
@@ -97,8 +101,8 @@ class Frontend:
             exception_handlers={HTTPException: answer_http_exception},
         )
 
-    def _batch_routes(self, options: ServerOptions) -> list[Route]:
-        limits, store = options.limits, Store(options.state_folder)
+    def _batch_routes(self, options: ServerOptions, folder: Path) -> list[Route]:
+        limits, store = options.limits, Store(folder)
         self._worker = BatchWorker(
             store, limits, self._service.config, options.model, self._second_service
         )

@@ -157,7 +157,8 @@ class BatchWorker:
         """Rows for another endpoint; with any, the batch is refused as a whole."""
         expected = Form.COMPLETION if record["endpoint"] == COMPLETION_URL else Form.CHAT
         rows = JsonlFile(folder / "input.jsonl", settings().batch.max_line_bytes).rows()
-        errors, num_rows = [], 0
+        errors: list[Record] = []
+        num_rows = 0
         for row in rows:
             num_rows += 1
             if row.problem is None and row.form is not expected and len(errors) < _MAX_ERRORS:
@@ -189,7 +190,7 @@ class BatchWorker:
         except _Interrupted:
             if self._is_stopped:
                 raise
-        end = self._end_of(record)
+        end = self._end_of(record) or "expired"
         return job.abandon(f"batch_{end}", f"the batch {_ENDS[end]} before this row was answered")
 
     def _window(self) -> int:
@@ -197,7 +198,7 @@ class BatchWorker:
         if self._limits.batch_max_in_flight is not None:
             return self._limits.batch_max_in_flight
         instances = self._service.info() if self._service is not None else []
-        slots = sum(i.max_batch_size for i in instances if i.role is not Role.PREFILL)
+        slots: int = sum(i.max_batch_size for i in instances if i.role is not Role.PREFILL)
         return max(1, slots // 2)
 
     def _end_of(self, record: Record) -> str | None:

@@ -9,6 +9,8 @@ from typing import Any, TypeVar
 import orjson
 from starlette.types import Receive, Send
 
+from daskserve.server.errors import Refusal, refusal_of
+
 T = TypeVar("T")
 
 DONE = b"data: [DONE]\n\n"
@@ -39,6 +41,11 @@ class EventSender:
     async def event(self, record: dict[str, Any]) -> None:
         await self._write(b"data: " + orjson.dumps(record) + b"\n\n", more=True)
 
+    async def fail(self, error: Exception) -> None:
+        """An explicit error and no [DONE] says that there is no more; what was sent stands."""
+        await self.event(refusal_of(error).body())
+        await self.finish(b"")
+
     async def finish(self, last: bytes) -> None:
         await self._write(last, more=False)
 
@@ -52,6 +59,8 @@ class EventSender:
 async def until_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     """The result of ``work``, which is cancelled when the client leaves (ClientGone).
 
+    When the server stops it cancels what still runs: that becomes a Refusal with 503 here.
+
     ``work`` must not wait for anything after it has sent the end of the response: the server
     reports the end of a response in the same way as a client that left.
     """
@@ -62,6 +71,10 @@ async def until_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
         if not worker.done():
             raise ClientGone
         return worker.result()
+    except asyncio.CancelledError:
+        if (task := asyncio.current_task()) is not None:
+            task.uncancel()  # there is an answer left to give
+        raise Refusal(503, "the server stops", code="stopping", retry_after_s=5) from None
     finally:
         for task in (worker, watcher):
             task.cancel()

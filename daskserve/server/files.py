@@ -48,9 +48,10 @@ class Files:
         return JSON(record)
 
     def _keep(self, upload: UploadFile) -> Record:
-        if upload.size > self._limits.max_file_bytes:
+        size = upload.size or 0
+        if size > self._limits.max_file_bytes:
             raise too_large(self._limits.max_file_bytes)
-        if self._store.stored_bytes() + upload.size > self._limits.max_stored_bytes:
+        if self._store.stored_bytes() + size > self._limits.max_stored_bytes:
             limit = self._limits.max_stored_bytes
             message = f"the server keeps at most {limit} bytes of files; delete some"
             raise Refusal(507, message, "file", "storage_full")
@@ -110,8 +111,8 @@ def _bounded(receive: Receive, max_bytes: int, timeout_s: float) -> Receive:
             async with asyncio.timeout(timeout_s):
                 message = await receive()
         except TimeoutError:
-            message = f"nothing of the body came for {timeout_s:g} s"
-            raise Refusal(408, message, code="request_timeout") from None
+            reason = f"nothing of the body came for {timeout_s:g} s"
+            raise Refusal(408, reason, code="request_timeout") from None
         num_bytes += len(message.get("body", b""))
         if num_bytes > max_bytes:
             raise too_large(max_bytes)

@@ -18,7 +18,7 @@ from daskserve.core.request import Request
 from daskserve.errors import NeverFits
 from daskserve.server.admission import Admission
 from daskserve.server.body import parsed, read_body
-from daskserve.server.errors import code_of, refusal_of, report
+from daskserve.server.errors import Refusal, code_of, report
 from daskserve.server.events import DONE, ClientGone, EventSender, until_gone
 from daskserve.server.fields import Ask, read_ask, seed_of_choice
 from daskserve.server.logprobs import LogprobWriter, joined
@@ -78,8 +78,7 @@ class Generation:
             try:
                 self._begin(ask, requests, answers)
                 if ask.is_stream:
-                    sender = EventSender(send)
-                    failure = await until_gone(receive, self._stream(ask, answers, sender))
+                    failure = await self._streamed(receive, send, ask, answers)
                     if failure is not None:
                         report(scope["state"]["request_id"], failure)
                         self._metrics.failed(code_of(failure))
@@ -144,10 +143,23 @@ class Generation:
         ]
         return Envelope(ask.is_chat, self._model).whole(pieces, _usage(ask, answers))
 
+    async def _streamed(
+        self, receive: Receive, send: Send, ask: Ask, answers: list[Answer]
+    ) -> Exception | None:
+        """What went wrong after the first event, which the client has been told."""
+        sender = EventSender(send)
+        try:
+            return await until_gone(receive, self._stream(ask, answers, sender))
+        except Refusal as stopping:
+            if not sender.is_started:
+                raise
+            await sender.fail(stopping)
+            return stopping
+
     async def _stream(
         self, ask: Ask, answers: list[Answer], sender: EventSender
     ) -> Exception | None:
-        """Send all events; what went wrong after the first, which the client has been told."""
+        """Send all events."""
         envelope = Envelope(ask.is_chat, self._model)
         try:
             async for piece in merged(answers):
@@ -165,9 +177,7 @@ class Generation:
         except Exception as error:
             if isinstance(error, ClientGone) or not sender.is_started:
                 raise  # to nobody, or as a status of its own
-            # What was sent stands; an explicit error and no [DONE] says that there is no more.
-            await sender.event(refusal_of(error).body())
-            await sender.finish(b"")
+            await sender.fail(error)
             return error
         await sender.finish(DONE)
         return None

@@ -34,7 +34,7 @@ def bounded_protocol(limits: ServeSettings) -> type[H11Protocol]:
         def data_received(self, data: bytes) -> None:
             super().data_received(data)
             if self.conn.their_state is not h11.IDLE:
-                self._head_timer = _without(self._head_timer)
+                self._head_timer = _cancelled(self._head_timer)
             elif self._head_timer is None:
                 self._head_timer = self._cut_after(limits.read_timeout_s)
 
@@ -44,11 +44,11 @@ def bounded_protocol(limits: ServeSettings) -> type[H11Protocol]:
 
         def resume_writing(self) -> None:
             super().resume_writing()
-            self._write_timer = _without(self._write_timer)
+            self._write_timer = _cancelled(self._write_timer)
 
         def connection_lost(self, exc: Exception | None) -> None:
-            self._head_timer = _without(self._head_timer)
-            self._write_timer = _without(self._write_timer)
+            self._head_timer = _cancelled(self._head_timer)
+            self._write_timer = _cancelled(self._write_timer)
             super().connection_lost(exc)
 
         def _cut_after(self, timeout_s: float) -> asyncio.TimerHandle:
@@ -58,6 +58,7 @@ def bounded_protocol(limits: ServeSettings) -> type[H11Protocol]:
     return BoundedProtocol
 
 
-def _without(timer: asyncio.TimerHandle | None) -> None:
+def _cancelled(timer: asyncio.TimerHandle | None) -> asyncio.TimerHandle | None:
     if timer is not None:
         timer.cancel()
+    return None

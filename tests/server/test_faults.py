@@ -249,3 +249,20 @@ def test_two_servers_share_one_scheduler(server, alongside, eventually):
     assert server.client().completions.create(**asked).choices  # the other one left alone
     assert time.monotonic() - started < 5
     eventually(server.is_idle, 3)
+
+
+def test_a_server_that_stops_tells_its_streams(server, alongside, monkeypatch, eventually):
+    monkeypatch.setattr("daskserve.server.run._GRACE_S", 1)
+    asked = {**TEXT, "max_tokens": 5000}
+    with httpx.Client(timeout=60) as http:
+        with alongside(server) as other:
+            url = f"{other.url}/v1/completions"
+            stream = http.send(
+                http.build_request("POST", url, json={**asked, "stream": True}), stream=True
+            )
+            lines = stream.iter_lines()
+            next(lines)
+        *_, last = filter(None, lines)
+        assert json.loads(last.removeprefix("data: "))["error"]["code"] == "stopping"
+        stream.close()
+    eventually(server.is_idle, 3)

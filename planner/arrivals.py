@@ -76,7 +76,7 @@ class Bursts:
         operational = np.cumsum(generator.exponential(1.0, num_requests))
         per_cycle = rate * cycle_s
         cycles = int(operational[-1] / per_cycle) + 1
-        seconds, work = [0.0], [0.0]
+        seconds, work = np.zeros(1), np.zeros(1)
         while work[-1] <= operational[-1]:
             lengths = phases.exponential(1.0, (cycles, 2)) * (self.busy_s, self.quiet_s)
             rates = (busy_rate, busy_rate * self.quiet_ratio)

@@ -20,6 +20,7 @@ from daskserve.planner.search.fill import (
     most_of_units,
 )
 from daskserve.planner.search.simulated import SimulatedEvaluator
+from daskserve.planner.search.space import SearchSpace
 from daskserve.planner.search.units import Unit
 
 TRIES = 3
@@ -128,7 +129,7 @@ def _of_units(
     return option
 
 
-def _cut(space, evaluator: SimulatedEvaluator, name: str) -> list[Unit]:
+def _cut(space: SearchSpace, evaluator: SimulatedEvaluator, name: str) -> list[Unit]:
     units = {"Algorithm 2": space.paired_units, "joint": space.joint_units}
     return units.get(name, space.mixed_units)(evaluator)
 

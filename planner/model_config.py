@@ -101,7 +101,9 @@ def _size(config: Mapping, *names: str, default: int | None = None) -> int:
     raise ModelError(f"the config has no {names[0]}; is it the config of a language model?")
 
 
-def _attention(config: Mapping, model_type: str, hidden: int, heads: int):
+def _attention(
+    config: Mapping, model_type: str, hidden: int, heads: int
+) -> tuple[float, int, float, int]:
     """``(parameters per layer, KV values per token and layer, attention width, KV heads)``."""
     if config.get("kv_lora_rank"):
         return _latent_attention(config, hidden, heads)
@@ -122,7 +124,7 @@ def _attention(config: Mapping, model_type: str, hidden: int, heads: int):
     return hidden * (query + 2 * key) + query * hidden + biases, 2 * key, float(query), kv_heads
 
 
-def _latent_attention(config: Mapping, hidden: int, heads: int):
+def _latent_attention(config: Mapping, hidden: int, heads: int) -> tuple[float, int, float, int]:
     """Multi-head latent attention (DeepSeek): one compressed KV row for all heads."""
     rank = _size(config, "kv_lora_rank")
     rope = _size(config, "qk_rope_head_dim")
@@ -139,7 +141,9 @@ def _latent_attention(config: Mapping, hidden: int, heads: int):
     return query + keys_values + heads * value * hidden, rank + rope, width, 1
 
 
-def _mlp(config: Mapping, model_type: str, hidden: int, layers: int):
+def _mlp(
+    config: Mapping, model_type: str, hidden: int, layers: int
+) -> tuple[int, int, int, int, float, float]:
     """``(dense, MoE layers, experts, chosen, parameters per expert, always active per layer)``."""
     ungated = model_type in UNGATED_MLP
     inner = _size(config, "ffn_dim", "intermediate_size", "n_inner", "d_ff", default=4 * hidden)

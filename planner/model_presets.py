@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 
 def _opt(layers: int, hidden: int, heads: int) -> dict:
     return {
@@ -15,7 +17,7 @@ def _opt(layers: int, hidden: int, heads: int) -> dict:
     }
 
 
-def _llama(layers: int, hidden: int, heads: int, kv_heads: int, inner: int, **other) -> dict:
+def _llama(layers: int, hidden: int, heads: int, kv_heads: int, inner: int, **other: Any) -> dict:
     return {
         "model_type": "llama",
         "num_hidden_layers": layers,

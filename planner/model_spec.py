@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -130,7 +131,7 @@ class ModelSpec:
     def kv_bytes_per_token(self) -> float:
         return self.kv_values_per_token * self.kv_bytes_per_value
 
-    def weight_bytes_read(self, num_tokens):
+    def weight_bytes_read(self, num_tokens: Any) -> Any:
         """Bytes of weights that a pass over ``num_tokens`` (number or array) reads.
 
         Embedding rows hardly count. Experts are taken as chosen evenly, so n tokens touch

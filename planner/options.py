@@ -42,7 +42,7 @@ NOTHING_HOLDS = (
 def evaluator_for(request: PlanRequest, executor: Executor | None = None) -> SimulatedEvaluator:
     """What finds goodputs for this request."""
     demand = Demand.of(request.workload, request.slo)
-    sized = SizedEvaluator(request.model, request.cluster, request.latency, demand)
+    sized = SizedEvaluator(request.model, request.cluster, request.step_source, demand)
     effort = Effort(seeds=request.seeds, max_requests=request.max_requests)
     return SimulatedEvaluator(sized, request.workload, request.slo, effort, executor)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -76,17 +77,24 @@ class PlanRequest:
             raise InvalidParameter("nodes_per_instance", self.nodes_per_instance, limit)
         _, prompt, output = self.workload.arrays()
         self.model.check_lengths(prompt + output)
-        if self.latency is None:
-            typical = int(np.mean(self.workload.arrays()[1])) if len(self.workload) else 1024
-            network = self.cluster.network_bandwidth if self.cluster.num_nodes > 1 else None
-            roofline = Roofline(network_bandwidth=network, typical_context_tokens=typical)
-            object.__setattr__(self, "latency", roofline)
         object.__setattr__(self, "spaces", tuple(self._spaces()))
 
-    def _spaces(self):
+    def _spaces(self) -> Iterator[SearchSpace]:
         for group in self.cluster.groups:
             nodes = min(group.num_nodes, self.nodes_per_instance or MOST_NODES_PER_INSTANCE)
             yield SearchSpace(nodes, group.gpus_per_node, group.gpu.name)
+
+    @property
+    def step_source(self) -> LatencyModel:
+        """The latency model that was given, or the roofline in its place."""
+        return self.latency or self.roofline
+
+    @property
+    def roofline(self) -> Roofline:
+        """Default efficiencies, and this cluster's links and typical prompt."""
+        typical = int(np.mean(self.workload.arrays()[1])) if len(self.workload) else 1024
+        network = self.cluster.network_bandwidth if self.cluster.num_nodes > 1 else None
+        return Roofline(network_bandwidth=network, typical_context_tokens=typical)
 
     @property
     def asked_rate(self) -> float:

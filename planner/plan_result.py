@@ -170,5 +170,5 @@ class Plan:
         return f"<p>{title}</p><table><tr>{head}</tr>{''.join(body)}</table><ul>{lines}</ul>"
 
 
-def _shown(value) -> str:
+def _shown(value: object) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -44,7 +44,7 @@ def plan(request: PlanRequest, executor: Executor | None = None) -> Plan:
     tied = [one for one in options if _rank(one, weigh) == _rank(options[0], weigh)]
     if options[0].is_usable and len(tied) > 1:
         # The same weight: what serves the most has the most room to spare.
-        tied.sort(key=lambda one: -most_served(evaluator, one.solution)[0])
+        tied.sort(key=lambda one: -_room(evaluator, one))
         options[: len(tied)] = tied
     answer = Plan("infeasible", rate, request.slo, None, tuple(options), _tokens(request))
     if not options[0].is_usable:
@@ -93,6 +93,10 @@ def _no_data(request: PlanRequest) -> Plan:
 def _rank(option: Option, weigh: Callable[[Unit], float]) -> tuple[bool, float]:
     unit = option.solution.all_instances if option.solution else None
     return not option.is_usable, weigh(unit) if unit else math.inf
+
+
+def _room(evaluator: SimulatedEvaluator, option: Option) -> float:
+    return most_served(evaluator, option.solution)[0] if option.solution else 0.0
 
 
 def _rate(option: Option) -> float:

@@ -64,7 +64,7 @@ class Replay:
     def write_timeline(self, path: str | Path) -> None:
         """Every request of the first run as CSV. Raises ConfigError when it cannot be written."""
         timelines = self.runs[0].timelines
-        names = list(timelines.data_vars)
+        names = [str(name) for name in timelines.data_vars]
         columns = [timelines[name].values for name in names]
         try:
             with open(path, "w", encoding="utf-8") as lines:
@@ -148,7 +148,9 @@ def replay(
     return Replay(slo, rate, tuple(runs), tuple(probes))
 
 
-def _run(deployment: Deployment, arrays) -> tuple[SimulationResult, np.recarray]:
+def _run(
+    deployment: Deployment, arrays: Sequence[np.ndarray]
+) -> tuple[SimulationResult, np.ndarray]:
     done, simulation = run_arrays(deployment, *arrays)
     tables = instances_of(simulation.tables)
     return SimulationResult(timelines_of(done), tables, simulation.now_s), done

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import gzip
 import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -71,7 +72,9 @@ def read_servegen(
     return Workload.from_arrays(arrival, np.maximum(prompt, 1), np.maximum(output, 1), name=name)
 
 
-def _client_arrivals(path: str | Path, start_s: float, end_s: float, generator):
+def _client_arrivals(
+    path: str | Path, start_s: float, end_s: float, generator: np.random.Generator
+) -> Iterator[tuple[int, np.ndarray]]:
     for row in _table(path, ("client_id", "t_s", "rate", "pattern", "p1", "p2")):
         window = float(row["t_s"])
         low, high = max(window, start_s), min(window + WINDOW_S, end_s)
@@ -95,7 +98,7 @@ def _gaps(row: dict, rate: float, span_s: float, generator: np.random.Generator)
     return times[:-1] / times[-1] * span_s
 
 
-def _weibull(generator: np.random.Generator):
+def _weibull(generator: np.random.Generator) -> Callable[[float, float, int], np.ndarray]:
     return lambda shape, scale, size: scale * generator.weibull(shape, size)
 
 

@@ -7,6 +7,7 @@ tokens throughout; times are those of the whole model, the pipeline divides them
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
@@ -105,7 +106,7 @@ class StepTimes:
                 f"kv_capacity_tokens={kv_capacity_tokens} is more than the"
                 f" {self.kv_capacity_tokens} tokens that there is memory for"
             )
-        given = {
+        given: dict[str, Any] = {
             "kv_capacity_tokens": kv_capacity_tokens,
             "prefill_budget_tokens": prefill_budget_tokens,
             "max_batch_size": max_batch_size,

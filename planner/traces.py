@@ -1,4 +1,4 @@
-"""Reads request traces: Azure, Mooncake, DistServe's workloads, and plain CSV or JSONL."""
+"""Reads request traces: Azure, Mooncake, DistServe's workloads, plain CSV or JSONL, own benches."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def read_workload(path: str | Path, spread_s: float | None = None, seed: int = 0
     ----------
     path
         CSV or JSONL (``.jsonl``), with a prompt and an output column and, unless only lengths
-        are known, an arrival column.
+        are known, an arrival column; or NetCDF (``.nc``) that ``daskserve bench`` wrote.
     spread_s
         Seconds over which requests of equal time stamps are spread, evenly at random. None
         finds out whether the stamps were rounded (Mooncake's conversation trace: 3 s) and
@@ -95,7 +95,10 @@ def spread(arrival_s: np.ndarray, spread_s: float | None = None, seed: int = 0) 
 
 
 def _rows(path: Path) -> Iterator[tuple[int, dict]]:
-    """``(line number, row)`` of a CSV or JSONL file."""
+    """``(line number, row)`` of a CSV or JSONL file, or ``(number, row)`` of a bench's requests."""
+    if path.name.endswith(".nc"):
+        yield from enumerate(_requests_of_bench(path), start=1)
+        return
     try:
         raw = path.read_bytes()
     except OSError as error:
@@ -117,6 +120,23 @@ def _rows(path: Path) -> Iterator[tuple[int, dict]]:
         if not isinstance(row, dict):
             raise WorkloadError(f"{path} line {number} must be an object, not {line[:40]!r}")
         yield number, row
+
+
+def _requests_of_bench(path: Path) -> Iterator[dict]:
+    """One that failed counts with the length it asked for; one of unknown prompt is left out."""
+    try:
+        bench = xr.load_dataset(path, engine="scipy")
+        is_ok, prompt = bench["status"].values == "ok", bench["prompt_tokens"].values
+        output = np.where(is_ok, bench["output_tokens"].values, bench["max_tokens"].values)
+        arrival = bench["arrival_s"].values
+    except (OSError, TypeError, ValueError, KeyError) as error:
+        raise WorkloadError(f"{path} was not written by daskserve bench: {error}") from error
+    for index in np.flatnonzero((prompt > 0) & (output > 0)).tolist():
+        yield {
+            "arrival_s": arrival[index],
+            "prompt_tokens": int(prompt[index]),
+            "output_tokens": int(output[index]),
+        }
 
 
 def _pick(path: str | Path, row: dict, names: tuple[str, ...], what: str) -> str:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import xarray as xr
+from numpy.typing import ArrayLike
 
 from daskserve.errors import WorkloadError
 from daskserve.planner.arrivals import ArrivalProcess, Poisson, fit_arrivals
@@ -27,7 +29,13 @@ class Workload:
     dataset: xr.Dataset
 
     @classmethod
-    def from_arrays(cls, arrival_s, prompt_tokens, output_tokens, **attributes) -> Workload:
+    def from_arrays(
+        cls,
+        arrival_s: ArrayLike,
+        prompt_tokens: ArrayLike,
+        output_tokens: ArrayLike,
+        **attributes: Any,
+    ) -> Workload:
         """Checks the arrays and wraps them; ``attributes`` such as ``name`` are kept.
 
         Raises
@@ -133,7 +141,7 @@ def _check_rate(rate: float) -> None:
         raise WorkloadError(f"rate={rate!r} must be a finite number of requests/s above 0")
 
 
-def _token_counts(name: str, values) -> np.ndarray:
+def _token_counts(name: str, values: ArrayLike) -> np.ndarray:
     raw = np.asarray(values, dtype=np.float64)
     if raw.ndim != 1 or not np.isfinite(raw).all() or (raw != np.floor(raw)).any():
         raise WorkloadError(f"{name} must be one row of whole numbers")

@@ -6,6 +6,7 @@ import csv
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import xarray as xr
@@ -76,7 +77,7 @@ def read_profile(path: str | Path, **filters: str) -> Profile:
     kept = [row for row in table if all(row[name] == str(v) for name, v in filters.items())]
     if not kept:
         raise ConfigError(f"no data: no row of {path} has {filters}")
-    data = {name: ("row", [_number(path, row[column]) for row in kept])
+    data: dict[str, Any] = {name: ("row", [_number(path, row[column]) for row in kept])
             for name, column in columns.items() if name != "phase"}  # fmt: skip
     data["latency_s"] = ("row", [_number(path, row[latency]) * SECONDS[latency] for row in kept])
     data["phase"] = ("row", [row[columns["phase"]] for row in kept])

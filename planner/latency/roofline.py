@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
+from typing import Any
 
 import numpy as np
 
@@ -112,7 +113,12 @@ class Roofline:
         return at_least_physical(step, model, gpu, parallelism)
 
     def prefill_linear_s(
-        self, model: ModelSpec, gpu: GPU, tp: int, tokens: np.ndarray, num_prompts: float = 1.0
+        self,
+        model: ModelSpec,
+        gpu: GPU,
+        tp: int,
+        tokens: np.ndarray,
+        num_prompts: float | np.ndarray = 1.0,
     ) -> np.ndarray:
         """One pass over ``tokens`` prompt tokens, without the quadratic part of attention."""
         e = self.efficiencies
@@ -149,7 +155,7 @@ class Roofline:
         kv_bytes = model.kv_bytes_per_token * model.kv_copies(tp) * layers / model.num_layers
         return kv_bytes / (tp * gpu.memory_bandwidth * self.efficiencies.kv_read)
 
-    def _matrices_s(self, model: ModelSpec, gpu: GPU, tp: int, flops, tokens) -> np.ndarray:
+    def _matrices_s(self, model: ModelSpec, gpu: GPU, tp: int, flops: Any, tokens: Any) -> Any:
         """Matrix products, small operators and all-reduces of a pass over ``tokens``."""
         e = self.efficiencies
         compute = flops / (tp * gpu.flops * e.compute)
@@ -160,7 +166,7 @@ class Roofline:
         # Root of the sum of squares: near the ridge neither limit is reached alone.
         return np.sqrt(compute**2 + weights**2) + model.num_layers * layer
 
-    def _all_reduces_s(self, gpu: GPU, tp: int, row_bytes) -> np.ndarray:
+    def _all_reduces_s(self, gpu: GPU, tp: int, row_bytes: Any) -> Any:
         """The two all-reduces of one layer."""
         if tp == 1:
             return np.zeros_like(row_bytes)

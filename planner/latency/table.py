@@ -53,7 +53,9 @@ class TableModel:
         return at_least_physical(step, model, gpu, parallelism)
 
 
-def _prefill(tokens: np.ndarray, batch: np.ndarray, latency_s: np.ndarray):
+def _prefill(
+    tokens: np.ndarray, batch: np.ndarray, latency_s: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, float]:
     """Knots through the single prompts, and the share of squared lengths in them."""
     lengths = np.unique(tokens[batch == 1])
     if len(lengths) < 2:
@@ -69,7 +71,9 @@ def _prefill(tokens: np.ndarray, batch: np.ndarray, latency_s: np.ndarray):
     return np.concatenate([[0.0], lengths]), np.concatenate([[first], linear]), float(quadratic)
 
 
-def _decode(tokens: np.ndarray, batch: np.ndarray, latency_s: np.ndarray):
+def _decode(
+    tokens: np.ndarray, batch: np.ndarray, latency_s: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
     """Base time and time per context token at every batch size up to the largest measured."""
     if len(tokens) == 0:
         raise ModelError("the profile has no decode rows")

@@ -90,7 +90,8 @@ def algorithm_1(
         if best is None:
             return None
         chosen.append(best)
-    return join_phases("Algorithm 1", *chosen, rate, tuple(considered))
+    prefill, decode = chosen
+    return join_phases("Algorithm 1", prefill, decode, rate, tuple(considered))
 
 
 def join_phases(
@@ -180,7 +181,9 @@ def best_single(
     return best
 
 
-def _same_splits(evaluator: Evaluator, spaces: Spaces, rate: float, objective: Objective):
+def _same_splits(
+    evaluator: Evaluator, spaces: Spaces, rate: float, objective: Objective
+) -> list[tuple[Unit, Unit]]:
     """Pairs of a prefill and a decode instance split alike, the most promising first."""
     pairs = [
         pair
@@ -192,7 +195,9 @@ def _same_splits(evaluator: Evaluator, spaces: Spaces, rate: float, objective: O
         )
         if all(evaluator.bound(unit) > 0 for unit in pair)
     ]
-    return sorted(pairs, key=lambda pair: _joint_floor(evaluator, *pair, rate, objective))
+    return sorted(
+        pairs, key=lambda pair: _joint_floor(evaluator, pair[0], pair[1], rate, objective)
+    )
 
 
 def _joint_floor(

@@ -11,6 +11,8 @@ from daskserve.planner.hardware import Cluster, NodeGroup
 from daskserve.planner.search.units import Instances, Unit
 from daskserve.planner.step_times import StepTimes
 
+Times = Mapping[Instances, StepTimes]
+
 
 class _Nodes:
     """Free GPUs of one group of nodes, taken from index 0 up."""
@@ -33,7 +35,7 @@ def assign(
     cluster: Cluster,
     unit: Unit,
     num_units: int,
-    step_times: Mapping[Instances, StepTimes],
+    step_times: Times,
     model: str = "",
 ) -> Placement:
     """Place ``num_units`` copies of a unit.
@@ -62,7 +64,7 @@ def assign(
 
 
 def _place_segments(
-    nodes: dict[str, _Nodes], unit: Unit, num_units: int, step_times
+    nodes: dict[str, _Nodes], unit: Unit, num_units: int, step_times: Times
 ) -> list[InstancePlacement]:
     there = _nodes_of(nodes, unit.groups[0])
     num_segments, gpus_per_node = unit.num_segments, there.group.gpus_per_node
@@ -85,7 +87,9 @@ def _place_segments(
     return placed
 
 
-def _place_anywhere(nodes: dict[str, _Nodes], unit: Unit, step_times) -> list[InstancePlacement]:
+def _place_anywhere(
+    nodes: dict[str, _Nodes], unit: Unit, step_times: Times
+) -> list[InstancePlacement]:
     groups = sorted(unit.groups, key=lambda group: -group.parallelism.num_gpus)
     placed = []
     for group in groups:
@@ -142,7 +146,9 @@ def _too_small(there: _Nodes, needed: int, unit: Unit) -> ClusterError:
     )
 
 
-def _instance(group: Instances, gpus, step_times, unit: Unit) -> InstancePlacement:
+def _instance(
+    group: Instances, gpus: list[GPULocation], step_times: Times, unit: Unit
+) -> InstancePlacement:
     step = step_times[Instances(group.role, group.parallelism, 1, group.gpu)]
     colocated = group.role is Role.COLOCATED
     return InstancePlacement(

@@ -28,10 +28,10 @@ def deployment_of(unit: Unit, model: ModelSpec, cluster: Cluster, times_of: Time
     if both:
         return Deployment.colocated(times[Role.COLOCATED], both.count, unit.chunk_tokens or None)
     prefill, decode = unit.of_role(Role.PREFILL), unit.of_role(Role.DECODE)
-    if decode is None:
-        return Deployment.prefill_alone(times[Role.PREFILL], prefill.count)
-    if prefill is None:
+    if prefill is None and decode is not None:
         return Deployment.decode_alone(times[Role.DECODE], decode.count)
+    if prefill is None or decode is None:
+        return Deployment.prefill_alone(times[Role.PREFILL], unit.groups[0].count)
     inside = stays_in_node(unit, cluster)
     return Deployment.disaggregated(
         times[Role.PREFILL],

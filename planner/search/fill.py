@@ -103,7 +103,7 @@ def filled_pairs(
     """
     found = []
     for prefill, decode in pairs:
-        low, high = 1, _most(lambda n, p=prefill, d=decode: limits.allow(joined(p, n, d, 1)))
+        low, high = 1, _most_prefill(prefill, decode, limits)
         if high == 0:
             continue
         while high - low > 1:
@@ -114,6 +114,11 @@ def filled_pairs(
         ends = [filled_up(prefill, count, decode, limits) for count in {low, high}]
         found.append(max(ends, key=lambda unit: evaluator.evaluate([unit])[0].rate))
     return found
+
+
+def _most_prefill(prefill: Unit, decode: Unit, limits: Limits) -> int:
+    """Prefill instances that leave room for one decode instance."""
+    return _most(lambda count: limits.allow(joined(prefill, count, decode, 1)))
 
 
 def filled_up(prefill: Unit, num_prefill: int, decode: Unit, limits: Limits) -> Unit:

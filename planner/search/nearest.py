@@ -12,7 +12,6 @@ from daskserve.core.slo import SLO
 from daskserve.planner.goodput import best_reachable
 from daskserve.planner.plan_request import PlanRequest
 from daskserve.planner.search.simulated import SimulatedEvaluator
-from daskserve.planner.search.sized import SizedEvaluator
 from daskserve.planner.search.units import Instances, Unit
 
 STEP = 1.05
@@ -32,8 +31,8 @@ def nearest_slo(request: PlanRequest, evaluator: SimulatedEvaluator) -> SLO | No
     ]
     if not splits:
         return None
-    prefill = min(splits, key=lambda split: _ttft_s(sized, *split))
-    decode = min(splits, key=lambda split: _tpot_s(sized, *split))
+    prefill = min(splits, key=lambda split: _ttft_s(evaluator, *split))
+    decode = min(splits, key=lambda split: _tpot_s(evaluator, *split))
     groups = (
         Instances(Role.PREFILL, prefill[1], 1, prefill[0]),
         Instances(Role.DECODE, decode[1], 1, decode[0]),
@@ -66,12 +65,12 @@ def _raised(limit_s: float, asked_s: float) -> float:
     return limit_s if limit_s == asked_s else limit_s * STEP
 
 
-def _ttft_s(sized: SizedEvaluator, gpu: str, parallelism: Parallelism) -> float:
-    step, demand = sized.step_times(gpu, parallelism), sized.demand
+def _ttft_s(evaluator: SimulatedEvaluator, gpu: str, parallelism: Parallelism) -> float:
+    step, demand = evaluator.step_times(gpu, parallelism), evaluator.sized.demand
     alone = [step.latency_s(step.prefill_s(tokens)) for tokens in demand.prompt]
     return float(np.quantile(alone, demand.attainment))
 
 
-def _tpot_s(sized: SizedEvaluator, gpu: str, parallelism: Parallelism) -> float:
-    step = sized.step_times(gpu, parallelism)
-    return step.latency_s(step.decode_s(1, sized.demand.mean_context))
+def _tpot_s(evaluator: SimulatedEvaluator, gpu: str, parallelism: Parallelism) -> float:
+    step = evaluator.step_times(gpu, parallelism)
+    return step.latency_s(step.decode_s(1, evaluator.sized.demand.mean_context))

@@ -71,12 +71,11 @@ def fewest_pooled(
         The rate needs more than is allowed, whatever the choice.
     """
     ranges = {unit: _range(evaluator, unit, rate) for choice in choices for unit in choice}
-    order = [choice for choice in choices if all(ranges[unit] for unit in choice)]
-    least = {
-        choice: sum(ranges[unit][0] * objective.weight(unit) for unit in choice) for choice in order
-    }
+    low = {unit: span[0] for unit, span in ranges.items() if span is not None}
+    order = [choice for choice in choices if all(unit in low for unit in choice)]
+    least = {choice: sum(low[one] * objective.weight(one) for one in choice) for choice in order}
     order.sort(key=least.__getitem__)
-    smallest = {choice: _joined(choice, [ranges[unit][0] for unit in choice]) for choice in order}
+    smallest = {choice: _joined(choice, [low[unit] for unit in choice]) for choice in order}
     if order and not any(allow(smallest[choice]) for choice in order):
         raise ClusterError(f"needs {smallest[order[0]].num_gpus} GPUs or more")
     order = [choice for choice in order if allow(smallest[choice])]

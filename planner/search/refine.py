@@ -57,8 +57,8 @@ def refine_counts(
         unit.groups, key=lambda group: -weight(Unit((replace(group, count=1),)))
     )
     for role in [group.role for group in heaviest_first]:
-        while unit.of_role(role).count > 1:
-            smaller = _with_count(unit, role, unit.of_role(role).count - 1)
+        while (count := _count(unit, role)) > 1:
+            smaller = _with_count(unit, role, count - 1)
             smaller_answer = check(smaller)
             if not smaller_answer.holds:
                 break
@@ -76,10 +76,14 @@ def _grown(unit: Unit, answer: Check, most: dict[Role, int]) -> Unit | None:
     else:
         order = roles
     for role in order:
-        count = unit.of_role(role).count
+        count = _count(unit, role)
         if count < most[role]:
             return _with_count(unit, role, count + 1)
     return None
+
+
+def _count(unit: Unit, role: Role) -> int:
+    return sum(group.count for group in unit.groups if group.role is role)
 
 
 def _with_count(unit: Unit, role: Role, count: int) -> Unit:

@@ -6,7 +6,7 @@ import torch
 
 from daskserve.workers.forward import ForwardBatch, LayerFacts
 from daskserve.workers.kernels import matmul, tables
-from daskserve.workers.kernels.cpu import has_amx
+from daskserve.workers.kernels.cpu import HAS_AVX512_BF16, has_amx
 from daskserve.workers.kernels.exchange import Packed, attend_layer
 from daskserve.workers.kernels.team import Team
 from daskserve.workers.kernels.vector import LANES
@@ -27,6 +27,8 @@ def product_kind(dtype: torch.dtype) -> str:
     """The fastest matrix product for weights or KV of this type on this CPU."""
     if dtype == torch.bfloat16 and has_amx():
         return "tiles"
+    if dtype == torch.bfloat16 and HAS_AVX512_BF16:
+        return "pairs"
     return str(dtype).removeprefix("torch.")
 
 

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from daskserve.workers.kernels.cpu import has_amx
+from daskserve.workers.kernels.cpu import HAS_AVX512_BF16, has_amx
 from daskserve.workers.kernels.jit import kernel
 from daskserve.workers.kernels.matmul import (
     ROWS,
@@ -20,7 +20,7 @@ from daskserve.workers.kernels.matmul import (
 )
 from daskserve.workers.kernels.vector import LANES
 
-KINDS = ["float32", "bfloat16"] + ["tiles"] * has_amx()
+KINDS = ["float32", "bfloat16"] + ["pairs"] * HAS_AVX512_BF16 + ["tiles"] * has_amx()
 
 
 @kernel

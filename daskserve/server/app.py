@@ -28,6 +28,7 @@ from daskserve.server.keys import KeyRing
 from daskserve.server.metrics import Metrics
 from daskserve.server.shapes import JSON
 from daskserve.server.shield import Shield, answer_http_exception
+from daskserve.server.slo_bound import SloBound
 from daskserve.server.store import Store
 from daskserve.service import Service
 
@@ -128,7 +129,9 @@ class Frontend:
         await self._service
         await self._health.learn_roles()
         num_slots = await _num_decode_slots(self._service)
-        self._admission.open(self._max_in_flight or 2 * num_slots)
+        slo = self._service.slo
+        bound = SloBound(slo, num_slots) if slo is not None else None
+        self._admission.open(self._max_in_flight or 2 * num_slots, bound)
         if self._worker is not None:
             self._worker.start()
 

@@ -16,7 +16,7 @@ from daskserve.batch.prompts import Prompt
 from daskserve.config import ServeSettings
 from daskserve.core.request import Request
 from daskserve.errors import NeverFits
-from daskserve.server.admission import Admission
+from daskserve.server.admission import Admission, Place
 from daskserve.server.body import parsed, read_body
 from daskserve.server.errors import Refusal, code_of, report
 from daskserve.server.events import DONE, ClientGone, EventSender, until_gone
@@ -76,7 +76,7 @@ class Generation:
             place.grow(ask.num_sequences)
             answers: list[Answer] = []
             try:
-                self._begin(ask, requests, answers)
+                self._begin(ask, requests, answers, place)
                 if ask.is_stream:
                     failure = await self._streamed(receive, send, ask, answers)
                     if failure is not None:
@@ -87,7 +87,10 @@ class Generation:
                     whole = await until_gone(receive, self._whole(ask, answers))
                     await JSON(whole)(scope, receive, send)
                 for answer in answers:
-                    self._metrics.finished(answer, await answer.stream.completion(), arrived_at)
+                    completion = await answer.stream.completion()
+                    self._metrics.finished(answer, completion, arrived_at)
+                    num_gaps = completion.num_output_tokens - 1
+                    place.decoded(completion.timeline.decode_s, num_gaps)
             finally:
                 for answer in answers:
                     await answer.stream.aclose()
@@ -113,7 +116,9 @@ class Generation:
             max_tokens //= 2
         return shortest
 
-    def _begin(self, ask: Ask, requests: Sequence[Request], answers: list[Answer]) -> None:
+    def _begin(
+        self, ask: Ask, requests: Sequence[Request], answers: list[Answer], place: Place
+    ) -> None:
         """Submit a request per answer, choices of one prompt side by side."""
         for prompt, request in zip(ask.prompts, requests, strict=True):
             prefix = self._text_of(prompt) if ask.echo else ""
@@ -123,7 +128,7 @@ class Generation:
                 writer = None
                 if ask.params.logprobs is not None:
                     writer = LogprobWriter(self._service.tokenizer, ask.is_chat, len(prefix))
-                answers.append(Answer(len(answers), own, stream, prefix, writer))
+                answers.append(Answer(len(answers), own, stream, prefix, writer, place.first_token))
 
     def _text_of(self, prompt: Prompt) -> str:
         return prompt if isinstance(prompt, str) else self._service.tokenizer.decode(prompt)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 
 from daskserve.core.request import FinishReason, Request, TokenDelta
@@ -27,6 +27,8 @@ class Answer:
         Text that comes before the answer's own: the prompt, when it is echoed.
     logprobs
         Writes log-probabilities when they are asked for.
+    on_first_token
+        Told once.
     """
 
     index: int
@@ -34,6 +36,7 @@ class Answer:
     stream: TokenStream
     prefix: str = ""
     logprobs: LogprobWriter | None = None
+    on_first_token: Callable[[], None] = lambda: None
     num_output_tokens: int = 0
     finish_reason: FinishReason | None = None
     token_times_s: list[float] = field(default_factory=list)
@@ -46,6 +49,8 @@ class Answer:
 
     def _piece(self, delta: TokenDelta) -> Piece:
         is_first = self.num_output_tokens == 0
+        if is_first:
+            self.on_first_token()
         self.token_times_s[not is_first :] = [time.monotonic()]
         self.num_output_tokens += len(delta.token_ids)
         self.finish_reason = delta.finish_reason

@@ -179,9 +179,7 @@ def _multiply_pairs(builder, rows, inputs, sums) -> None:
             for block, vector in enumerate(vectors):
                 slot = row * len(inputs) + block
                 arguments = [sums[slot], weights, vector]
-                sums[slot] = call_llvm(
-                    builder, "llvm.x86.avx512bf16.dpbf16ps.512", v16f, arguments
-                )
+                sums[slot] = call_llvm(builder, "llvm.x86.avx512bf16.dpbf16ps.512", v16f, arguments)
 
 
 _tiles_1, _tiles_2 = (_product(_emit_tiles, n, fetch=False) for n in (1, 2))
@@ -247,7 +245,7 @@ class Product(NamedTuple):
 
 
 def compile_product(kind: str) -> Product:
-    """The product for ``float32`` or ``bfloat16``, or for the latter where the CPU has more to offer.
+    """The product for ``float32`` or ``bfloat16``, which more CPUs have instructions for.
 
     ``pairs`` takes two products in one instruction, ``tiles`` goes through matrix tiles.
     """

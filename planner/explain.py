@@ -132,10 +132,15 @@ def runner_up(
     is_highest: bool,
 ) -> str:
     """What the next best way loses."""
-    second = next((one for one in options if one.is_usable and one is not chosen), None)
-    if second is None:
-        return "No other way is usable." if len(options) > 1 else ""
-    assert chosen.solution and second.solution
+    assert chosen.solution
+    mine = chosen.solution.all_instances
+    others = [one for one in options if one.is_usable and one is not chosen]
+    different = [one for one in others if one.solution and one.solution.all_instances != mine]
+    if not different:
+        known = "Other ways end at the same instances." if others else "No other way is usable."
+        return known if len(options) > 1 else ""
+    second = different[0]
+    assert second.solution
     if is_highest:
         return f"Runner-up: {second}; it serves {_against(second.solution, chosen.solution)}."
     if not _same_weight(request.weights, chosen, second):

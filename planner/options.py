@@ -150,7 +150,7 @@ def _pooled(
             have = request.cluster.num_gpus
             return Option(name, rejected=f"{error}; the cluster has {have}", is_too_large=True)
         if not found:
-            alone = any(evaluator.bound(unit) > 0 for choice in choices for unit in choice)
+            alone = any(all(evaluator.bound(unit) > 0 for unit in one) for one in choices)
             return Option(name, rejected=NOTHING_HOLDS if alone else NOTHING_MEETS)
         chosen.append(found[0])
         held = Estimate(rate, rate, math.inf, "at_least_cap")

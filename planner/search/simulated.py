@@ -209,9 +209,9 @@ def run_all(executor: Executor | None, function: Any, tasks: list[Any]) -> list[
     """``[function(task) for task in tasks]``, on the executor if there is one."""
     if executor is None or not tasks:
         return [function(task) for task in tasks]
-    results = executor.map(function, tasks)
-    # A Dask client answers with futures that its own gather collects.
-    return list(executor.gather(results) if hasattr(executor, "gather") else results)
+    if hasattr(executor, "gather"):  # a Dask client answers with futures
+        return list(executor.gather(executor.map(function, tasks, pure=False)))
+    return list(executor.map(function, tasks))
 
 
 def estimate_of(answer: Goodput) -> Estimate:

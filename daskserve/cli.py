@@ -108,6 +108,7 @@ def run_batch_command(source: str, output: str, **given: Any) -> None:
     params, slo = _sampling(given), slo_of(given)
     check_placement(given)
     _catch_signals(_interrupt)
+    _fill_standard_streams()
     try:
         with BatchJob(
             source,
@@ -134,6 +135,16 @@ def _catch_signals(handler: Callable[[int, Any], NoReturn]) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         if signal.getsignal(number) is not signal.SIG_IGN:  # as in a shell's background
             signal.signal(number, handler)
+
+
+def _fill_standard_streams() -> None:
+    """Where the caller closed one (``2>&-``), no file of ours may get its number: workers, and
+    whatever writes messages, would write into it."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest number, so this one
 
 
 def _exit_now(signal_number: int, frame: Any) -> NoReturn:

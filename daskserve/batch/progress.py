@@ -51,7 +51,7 @@ class ProgressView(AbstractContextManager["ProgressView"]):
         # (time, rows, output tokens) of the last seconds: rates follow what happens now.
         self._samples = deque([(now, tally.num_rows, tally.output_tokens)])
         self._bar: Progress | None = None
-        if is_shown and stream.isatty():
+        if is_shown and stream is not None and stream.isatty():
             self._bar = Progress(
                 BarColumn(bar_width=8),
                 TextColumn("{task.description}", table_column=Column(no_wrap=True)),

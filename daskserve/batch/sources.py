@@ -7,6 +7,7 @@ twice with bounded memory, with row numbers that do not depend on partitions.
 
 from __future__ import annotations
 
+import codecs
 import json
 import os
 import stat
@@ -89,7 +90,7 @@ class JsonlFile:
                     if rest.endswith(b"\n"):
                         break
                 if is_first:
-                    line = line.removeprefix(b"\xef\xbb\xbf")  # some editors write a BOM
+                    line = line.removeprefix(codecs.BOM_UTF8)  # some editors write a BOM
                     is_first = False
                 yield None if too_long else line
 
@@ -154,6 +155,8 @@ def checked_input(source: str | Path) -> Path:
         raise BatchError(f"cannot read input {text!r}: {_reason(error)}") from None
     if head == _GZIP_MAGIC:
         raise BatchError(f"input {path} is gzip-compressed; unpack it first (gunzip -k)")
+    if head in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
+        raise BatchError(f"input {path} is UTF-16; convert it first (iconv -f UTF-16 -t UTF-8)")
     known = (*JSONL_SUFFIXES, *PARQUET_SUFFIXES)
     if path.suffix.lower() not in known:
         raise BatchError(f"input {path} must end in one of {', '.join(known)}")

@@ -207,14 +207,11 @@ class Members:
 
     def _forget_killed_clients(self, now: float) -> bool:
         """Services whose process died never say so; True when the last one is gone."""
-        for service, client in list(self._clients.items()):
-            if client in self._scheduler.clients:
-                self._absent_since.pop(client, None)
-            elif now - self._absent_since.setdefault(client, now) > CLIENT_GRACE_S:
-                del self._clients[service]
-                if not self._clients:
-                    return True
-        return False
+        absent = set(self._clients.values()) - self._scheduler.clients.keys()
+        self._absent_since = {c: self._absent_since.get(c, now) for c in absent}
+        gone = {c for c, since in self._absent_since.items() if now - since > CLIENT_GRACE_S}
+        self._clients = {s: c for s, c in self._clients.items() if c not in gone}
+        return bool(gone) and not self._clients
 
     def _look_after(self, role: Role, now: float) -> None:
         """Fail what waits for an instance that will not come."""

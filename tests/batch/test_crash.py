@@ -190,6 +190,14 @@ def test_a_second_signal_ends_the_job_at_once(source, tmp_path):
     assert not alive
 
 
+def test_closed_standard_streams_do_no_harm(service, source, tmp_path, expected):
+    """Nothing that is meant for standard error may end up in the output."""
+    output = tmp_path / "out.jsonl"
+    closed = " ".join([*command(service, source, output), "<&-", ">&-", "2>&-"])
+    assert subprocess.run(["sh", "-c", closed], timeout=90).returncode == 0
+    assert sorted(output.read_text().splitlines()) == expected
+
+
 def start_job(pool, service, source, output):
     """A job under way: half of its rows are written."""
     job = pool.submit(run_batch, service, source, output, params=PARAMS, max_in_flight=20)

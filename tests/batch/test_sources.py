@@ -117,6 +117,7 @@ def test_odd_cells_become_bad_rows(tmp_path):
         ("none.jsonl", None, "No such file"),
         ("in.csv", b"a,b", "must end in one of .jsonl"),
         ("in.jsonl", b"\x1f\x8b\x08", "gzip-compressed; unpack it first"),
+        ("in.jsonl", "{}".encode("utf-16"), "is UTF-16; convert it first"),
         ("in.parquet", b"PAR1", "cannot read parquet file"),
     ],
 )

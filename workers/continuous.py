@@ -74,7 +74,7 @@ class ContinuousScheduler:
     def next_step(self) -> Step | None:
         can_decode = self._grow() and len(self.running) > 0
         if self._role is Role.DECODE:
-            self._admit_decodes()
+            self.admit_decodes()
         else:
             self._admit_prompts()
         chunks = self._chunked() if self._chunk else self._whole()
@@ -107,7 +107,8 @@ class ContinuousScheduler:
             sequence.state = State.COMPUTING
             self.computing.append(sequence)
 
-    def _admit_decodes(self) -> None:
+    def admit_decodes(self) -> None:
+        """Reserve pages for those that have room now; does not touch what runs."""
         lengths = self.waiting.lengths(self._max_batch - self.num_active)
         count = decode_admissions(
             [self._pool.blocks_for(length) for length in lengths],

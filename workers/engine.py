@@ -50,8 +50,18 @@ class Reserved:
 Event = tuple[Sequence, TokenDelta | Completion | Prefilled | Reserved | DaskserveError]
 
 
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """What came of a step: a token per row, log-probabilities by row, or what the model raised."""
+
+    tokens: np.ndarray
+    logprobs: dict[int, TokenLogprob]
+    error: Exception | None = None
+
+
 class Engine:
-    """Runs the requests of one instance. One thread only, except ``holding`` and ``load``.
+    """Runs the requests of one instance. One thread only, except ``holding`` and ``load``; while
+    it is in `compute`, another may call `add_early`.
 
     Parameters
     ----------
@@ -133,6 +143,20 @@ class Engine:
         self.scheduler.add(sequence)
         self.publish_load()
 
+    def add_early(self, sequence: Sequence) -> bool:
+        """Queue a request while a step is computed, so that its pull runs beside it.
+
+        Otherwise its pages would be reserved after this step, it would miss the next one too,
+        and its caller waited a whole step longer. False: not possible, use `add` later.
+        """
+        if self.role is not Role.DECODE or sequence.request.request_id in self._sequences:
+            return False
+        self.add(sequence)
+        self.scheduler.admit_decodes()
+        self._ask_for_pulls()
+        self.publish_load()
+        return True
+
     def abort(self, request_id: str, error: DaskserveError | None = None) -> None:
         """End a request in whatever state; unknown ids are ignored."""
         self.release(request_id, None)
@@ -162,7 +186,10 @@ class Engine:
             self.publish_load()
 
     def pull_ended(self, owner: int, succeeded: bool, transfer_s: float) -> None:
-        """The pull into the pages of ``owner`` is over, and nothing writes to them any more."""
+        """The pull into the pages of ``owner`` is over, and nothing writes to them any more.
+
+        Only between steps, as everything but `add_early`.
+        """
         self.scheduler.pull_ended(owner, succeeded, transfer_s)
         self.publish_load()
 
@@ -179,30 +206,39 @@ class Engine:
         return step
 
     def execute(self, step: Step) -> None:
-        """Compute a step; what the model raises fails the requests of this step only."""
+        """Compute a step and conclude it."""
+        self.conclude(step, self.compute(step))
+
+    def compute(self, step: Step) -> Computed:
+        """Run the model and choose the tokens; changes nothing that others look at."""
         sequences = step.sequences
         self._note_start(sequences)
-        draws = [
-            (row, s.request.params, s.request.seed, len(s.output_ids))
-            for row, s in enumerate(sequences)
-            if not s.request.params.is_greedy
-        ]
         try:
             logits = self.runner.forward(pack(step, self.pool))
+            draws = [
+                (row, s.request.params, s.request.seed, len(s.output_ids))
+                for row, s in enumerate(sequences)
+                if not s.request.params.is_greedy
+            ]
             tokens = sample(logits, draws)
             asked = [
                 (row, s.request.params.logprobs)
                 for row, s in enumerate(sequences)
                 if s.request.params.logprobs is not None
             ]
-            values = logprobs(logits, asked, tokens) if asked else {}
+            return Computed(tokens, logprobs(logits, asked, tokens) if asked else {})
         except Exception as error:
             logger.exception("an engine step of %d requests failed", len(sequences))
-            cause = f"{type(error).__name__}: {error}"
-            for sequence in sequences:
+            return Computed(np.empty(0, np.int64), {}, error)
+
+    def conclude(self, step: Step, computed: Computed) -> None:
+        """Give out the tokens; what the model raised fails the requests of this step only."""
+        if computed.error is not None:
+            cause = f"{type(computed.error).__name__}: {computed.error}"
+            for sequence in step.sequences:
                 self._end(sequence, EngineStepFailed(f"the engine step raised {cause}"))
         else:
-            self._advance(step, tokens, values)
+            self._advance(step, computed)
         self._num_steps += 1
         self.publish_load()
 
@@ -241,7 +277,8 @@ class Engine:
             if sequence.output_ids and sequence.decode_started_at is None:
                 sequence.decode_started_at = started_at
 
-    def _advance(self, step: Step, tokens: np.ndarray, values: dict[int, TokenLogprob]) -> None:
+    def _advance(self, step: Step, computed: Computed) -> None:
+        tokens, values = computed.tokens, computed.logprobs
         now = self.service_now()
         token_ids = tokens.tolist()
         num_running = 0

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-import queue
 import threading
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
@@ -12,6 +12,7 @@ from typing import TypeVar
 
 from daskserve.errors import EngineStepFailed
 from daskserve.workers.engine import Engine, Event
+from daskserve.workers.sequence import Sequence
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +44,11 @@ class EngineThread:
         self._name = name
         self._on_events = on_events
         self._on_death = on_death
-        self._inbox: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
+        self._inbox: deque[Command | None] = deque()
+        self._notes: deque[Command] = deque()
+        self._has_mail = threading.Event()
+        # Held whenever those are emptied or the engine's books change.
+        self._books = threading.Lock()
         self._thread: threading.Thread | None = None
 
     def start(self, build: Callable[[], Engine]) -> Engine:
@@ -57,11 +62,39 @@ class EngineThread:
 
     def post(self, command: Command) -> None:
         """Have the engine's thread call this between two steps. Any thread."""
-        self._inbox.put(command)
+        self._inbox.append(command)
+        self._has_mail.set()
+
+    def note(self, command: Command) -> None:
+        """The same for what has happened, which a request may overtake."""
+        self._notes.append(command)
+        self._has_mail.set()
+
+    def try_now(self, engine: Engine, sequence: Sequence) -> list[Event] | None:
+        """Have the engine take a request beside the step under way; None if that cannot be.
+
+        Returns what has happened, which is not reported otherwise. Any thread; never blocks.
+        """
+        if not self._books.acquire(blocking=False):
+            return None
+        try:
+            # What was posted before goes first.
+            if self._inbox or not engine.add_early(sequence):
+                return None
+            events, engine.events = engine.events, []
+        except Exception as error:
+            logger.exception("%s failed beside a step", self._name)
+            self.post(partial(engine.abort_all, _failure(error)))
+            raise
+        finally:
+            self._books.release()
+        self._has_mail.set()  # there may be something to compute for an engine that sleeps
+        return events
 
     def stop(self) -> None:
         """End the thread after the step under way; blocks until it has ended."""
-        self._inbox.put(None)
+        self._inbox.append(None)
+        self._has_mail.set()
         if self._thread is not None:
             self._thread.join(_JOIN_TIMEOUT_S)
 
@@ -84,29 +117,31 @@ class EngineThread:
     def _serve(self, engine: Engine) -> None:
         is_busy = False
         while True:
-            for command in self._commands(engine, is_busy):
-                if command is None:
-                    return
-                self._guarded(engine, command)
-            step = self._guarded(engine, engine.schedule)
-            self._flush(engine)
-            is_busy = step is not None
-            if is_busy:
-                self._guarded(engine, partial(engine.execute, step))
+            if not is_busy:
+                self._sleep(engine)
+            with self._books:
+                while self._notes:
+                    self._guarded(engine, self._notes.popleft())
+                while self._inbox:
+                    command = self._inbox.popleft()
+                    if command is None:
+                        return
+                    self._guarded(engine, command)
+                step = self._guarded(engine, engine.schedule)
                 self._flush(engine)
+            is_busy = step is not None
+            if step is not None:
+                computed = engine.compute(step)
+                with self._books:
+                    self._guarded(engine, partial(engine.conclude, step, computed))
+                    self._flush(engine)
 
-    def _commands(self, engine: Engine, is_busy: bool) -> list[Command | None]:
-        """All that has come in; waits for the first one, or the next expiry, when idle."""
-        commands: list[Command | None] = []
+    def _sleep(self, engine: Engine) -> None:
+        """Until a command comes, or the next expiry."""
         expires_at = engine.holding.next_expiry_at()
         wait_s = None if expires_at is None else max(expires_at - engine.clock(), 0.0)
-        try:
-            if not is_busy:
-                commands.append(self._inbox.get(timeout=wait_s))
-            while True:
-                commands.append(self._inbox.get_nowait())
-        except queue.Empty:
-            return commands
+        self._has_mail.wait(wait_s)
+        self._has_mail.clear()
 
     def _guarded(self, engine: Engine, action: Callable[[], T]) -> T | None:
         """A bug in the bookkeeping fails what is under way, not the instance."""
@@ -114,11 +149,14 @@ class EngineThread:
             return action()
         except Exception as error:
             logger.exception("%s failed between steps", self._name)
-            cause = f"{type(error).__name__}: {error}"
-            engine.abort_all(EngineStepFailed(f"the engine failed: {cause}"))
+            engine.abort_all(_failure(error))
             return None
 
     def _flush(self, engine: Engine) -> None:
         if engine.events:
             events, engine.events = engine.events, []
             self._on_events(events)
+
+
+def _failure(error: Exception) -> EngineStepFailed:
+    return EngineStepFailed(f"the engine failed: {type(error).__name__}: {error}")

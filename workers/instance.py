@@ -202,11 +202,18 @@ class Instance:
         self._loop = asyncio.get_running_loop()
         waiter = sequence.waiter = _Waiter(self._loop.create_future(), on_token, pull)
         self._waiters.add(waiter)
-        self._thread.post(partial(self.engine.add, sequence))
         try:
+            events = self._thread.try_now(self.engine, sequence)
+            if events is None:
+                self._thread.post(partial(self.engine.add, sequence))
+            else:
+                self._dispatch(events)
             return await waiter.result
         except asyncio.CancelledError:
             self._thread.post(partial(self.engine.abort_sequence, sequence))
+            result = waiter.result
+            if result.done() and not result.cancelled() and result.exception() is None:
+                self._release_unclaimed(result.result())
             raise
         finally:
             self._waiters.discard(waiter)
@@ -251,13 +258,16 @@ class Instance:
         if waiter.pull_task is not None:
             waiter.pull_task.cancel()
         if waiter.result.done():
-            # The caller left at the moment its prefill was done: nobody else would release it.
-            if isinstance(payload, Prefilled) and payload.handle is not None:
-                self.release(payload.request_id, payload.handle.secret)
+            self._release_unclaimed(payload)
         elif isinstance(payload, DaskserveError):
             waiter.result.set_exception(payload)
         else:
             waiter.result.set_result(payload)
+
+    def _release_unclaimed(self, payload: object) -> None:
+        """The caller left at the moment its prefill was done: nobody else would release it."""
+        if isinstance(payload, Prefilled) and payload.handle is not None:
+            self.release(payload.request_id, payload.handle.secret)
 
     def _fail_waiting(self) -> None:
         for waiter in list(self._waiters):
@@ -283,7 +293,7 @@ class Instance:
                 logger.warning("pulling the KV of %s failed, computing it: %r", request_id, error)
             succeeded = error is None and not task.cancelled()
             transfer_s = time.monotonic() - started_at
-            self._thread.post(
+            self._thread.note(
                 partial(self.engine.pull_ended, reserved.owner, succeeded, transfer_s)
             )
 

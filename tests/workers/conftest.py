@@ -179,6 +179,9 @@ class Rig:
         self.deltas: dict[str, list[TokenDelta]] = {}
         self.started: list[Sequence] = []
         self.open_pulls: list[tuple[Sequence, Reserved]] = []
+        self.is_overlapped = False
+        self.num_early = 0
+        self._is_early = False
         for engine in engines:
             engine.clock = lambda: self.now
 
@@ -194,8 +197,29 @@ class Rig:
             engine.abort(request_id)
         self._route()
 
+    def step_decode_around_prefill(self) -> bool:
+        """As `step`, the prefill engine's step falling into that of the decode engine."""
+        prefill, decode = self.by_role[Role.PREFILL], self.by_role[Role.DECODE]
+        decode_step = decode.schedule()
+        moved = self._route() or decode_step is not None
+        computed = decode.compute(decode_step) if decode_step is not None else None
+        prefill_step = prefill.schedule()
+        self._is_early = True
+        moved |= self._route()
+        if prefill_step is not None:
+            prefill.execute(prefill_step)
+            moved |= self._route() or True
+        self._is_early = False
+        if computed is not None:
+            decode.conclude(decode_step, computed)
+        for index in reversed(range(len(self.open_pulls))):
+            self._judge_pull(index)
+        return self._route() or moved
+
     def step(self) -> bool:
         """One step of every engine; False when nothing moved."""
+        if self.is_overlapped:
+            return self.step_decode_around_prefill()
         moved = False
         for engine in self.by_role.values():
             step = engine.schedule()
@@ -211,6 +235,11 @@ class Rig:
             if not self.step():
                 return {key: outcomes[-1] for key, outcomes in self.outcomes.items()}
         raise AssertionError(f"still busy after {max_steps} steps")
+
+    def _judge_pull(self, index: int) -> None:
+        verdict = self.pulls_ok(self.open_pulls[index][0].request.request_id)
+        if verdict is not None:
+            self.end_pull(index, verdict)
 
     def end_pull(self, index: int, succeeds: bool) -> None:
         """Let an open pull end; what was aborted is pulled from nowhere."""
@@ -248,9 +277,8 @@ class Rig:
             self.deltas.setdefault(request.request_id, []).append(payload)
         elif isinstance(payload, Reserved):
             self.open_pulls.append((sequence, payload))
-            verdict = self.pulls_ok(request.request_id)
-            if verdict is not None:
-                self.end_pull(len(self.open_pulls) - 1, verdict)
+            if not self._is_early:  # a pull ends between two steps
+                self._judge_pull(len(self.open_pulls) - 1)
         elif isinstance(payload, Prefilled) and payload.handle is not None:
             self._decode(sequence, payload)
         else:
@@ -263,18 +291,21 @@ class Rig:
         if Role.DECODE not in self.by_role:
             self.outcomes.setdefault(prefilled.request_id, []).append(prefilled)
             return
-        self.by_role[Role.DECODE].add(
-            Sequence(
-                sequence.request,
-                streams=sequence.streams,
-                handle=prefilled.handle,
-                output_ids=[prefilled.first_token_id],
-                logprobs=[prefilled.first_logprob] if prefilled.first_logprob else [],
-                first_token_at=prefilled.first_token_at,
-                prefill_queue_s=prefilled.prefill_queue_s,
-                prefill_s=prefilled.prefill_s,
-            )
+        decode = self.by_role[Role.DECODE]
+        follower = Sequence(
+            sequence.request,
+            streams=sequence.streams,
+            handle=prefilled.handle,
+            output_ids=[prefilled.first_token_id],
+            logprobs=[prefilled.first_logprob] if prefilled.first_logprob else [],
+            first_token_at=prefilled.first_token_at,
+            prefill_queue_s=prefilled.prefill_queue_s,
+            prefill_s=prefilled.prefill_s,
         )
+        if self._is_early and decode.add_early(follower):
+            self.num_early += 1
+        else:
+            decode.add(follower)
         self._route()
 
 

@@ -95,13 +95,16 @@ def test_colocated(rig_type, make_engine, make_request, solo, script, chunk, max
     check_end(rig, submitted, solo)
 
 
-@given(operations, st.integers(1, 4))
+@given(operations, st.integers(1, 4), st.booleans())
 @settings(max_examples=120)
-def test_disaggregated(rig_type, make_engine, make_request, solo, script, max_batch) -> None:
+def test_disaggregated(
+    rig_type, make_engine, make_request, solo, script, max_batch, is_overlapped
+) -> None:
     shared = dict(num_kv_blocks=POOL, block_size=BLOCK, kv_lease_s=7.0, kv_pull_timeout_s=7.0)
     prefill = make_engine(Role.PREFILL, prefill_budget_tokens=16, **shared)
     decode = make_engine(Role.DECODE, max_batch_size=max_batch, **shared)
     rig = rig_type(prefill, decode, pulls_ok=lambda request_id: None)
+    rig.is_overlapped = is_overlapped  # requests come to DECODE while it computes
     submitted = play(rig, make_request, script)
     while rig.step() or rig.open_pulls:
         while rig.open_pulls:
@@ -134,3 +137,21 @@ def test_requests_start_in_the_order_of_arrival(
     rig.run()
     starts = [s.prefill_started_at for s in rig.started if s.prefill_started_at is not None]
     assert starts == sorted(starts)
+
+
+def test_requests_that_come_during_a_step_miss_only_that_one(
+    rig_type, make_engine, make_request, solo
+) -> None:
+    shared = dict(block_size=BLOCK)
+    rig = rig_type(make_engine(Role.PREFILL, **shared), make_engine(Role.DECODE, **shared))
+    rig.is_overlapped = True
+    rig.submit(make_request("r0", 5, max_tokens=20))
+    for _ in range(4):
+        rig.step()
+    decode = rig.by_role[Role.DECODE]
+    rig.submit(make_request("r1", 7, max_tokens=5))
+    rig.step()
+    assert rig.num_early == 2 and decode.load.num_running == 2
+    answers = rig.run()
+    assert answers["r0"].token_ids == solo("r0", 5, 20)
+    assert answers["r1"].token_ids == solo("r1", 7, 5)

@@ -15,6 +15,7 @@ from daskserve.core.instance import Role
 from daskserve.core.kv import KVHandle
 from daskserve.core.request import TokenDelta
 from daskserve.errors import (
+    EngineStepFailed,
     InstanceLost,
     KVUnavailable,
     RequestCancelled,
@@ -167,11 +168,67 @@ async def test_a_pull_runs_beside_the_step_that_follows_its_admission(pair, make
 
     engine.runner.forward = waits_for_the_pull
     pair.before_copy = note
+    pair.decode._thread.try_now = lambda *_: None  # as if it came between two steps
     first = asyncio.create_task(pair.answer(make_request("first", 5, max_tokens=180)))
     await wait_until(lambda: pair.decode.load().num_steps > 2)
     await pair.answer(make_request("second", 5, max_tokens=3))
     await first
     assert seen and all(seen)
+
+
+async def test_a_request_that_comes_during_a_step_is_pulled_beside_it(pair, make_request) -> None:
+    engine, loop = pair.decode.engine, asyncio.get_running_loop()
+    forward, computing, pulled, rows = (
+        engine.runner.forward,
+        threading.Event(),
+        threading.Event(),
+        [],
+    )
+
+    def waits_for_the_pull(batch):
+        rows.append(batch.num_rows)
+        if len(rows) == 3:
+            computing.set()
+            assert pulled.wait(5)
+        return forward(batch)
+
+    async def note(handle: KVHandle) -> None:
+        if handle.request_id == "second":
+            loop.call_later(0.05, pulled.set)
+
+    engine.runner.forward = waits_for_the_pull
+    pair.before_copy = note
+    first = asyncio.create_task(pair.answer(make_request("first", 5, max_tokens=180)))
+    await wait_until(computing.is_set)
+    await asyncio.gather(first, pair.answer(make_request("second", 5, max_tokens=3)))
+    assert rows[:4] == [1, 1, 1, 2], "it joins the very next step"
+    await pair.baseline()
+
+
+async def test_a_failure_beside_a_step_fails_what_is_under_way_only(pair, make_request) -> None:
+    engine, loop = pair.decode.engine, asyncio.get_running_loop()
+    forward, computing, go_on = engine.runner.forward, threading.Event(), threading.Event()
+
+    def slow(batch):
+        computing.set()
+        go_on.wait(5)
+        return forward(batch)
+
+    def broken(sequence) -> bool:
+        loop.call_later(0.05, go_on.set)
+        raise ValueError("broken books")
+
+    engine.runner.forward = slow
+    first = asyncio.create_task(pair.answer(make_request("first", 5, max_tokens=180)))
+    await wait_until(computing.is_set)
+    engine.add_early = broken
+    with pytest.raises(ValueError, match="broken books"):
+        await pair.answer(make_request("second", 5, max_tokens=3))
+    with pytest.raises(EngineStepFailed, match="broken books"):
+        await first
+    del engine.add_early
+    assert (await pair.answer(make_request("third", 5, max_tokens=3))).num_output_tokens == 3
+    await pair.baseline()
 
 
 async def test_kv_freed_before_it_is_read_never_becomes_text(start, solo, make_request) -> None:

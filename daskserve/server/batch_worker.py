@@ -251,6 +251,7 @@ class BatchWorker:
         if outcome == "cancelled":
             record["cancelling_at"] = self._store.asked_to_cancel_at(record["id"])
         self._enter(record, outcome)
+        self._store.tidy_batch(record["id"])
 
 
 def _writer_of(first: bytes, rest: Iterator[bytes]) -> Callable[[Any], None]:

@@ -134,6 +134,13 @@ class Store:
         """Input, output and job of a batch that is known."""
         return self._batches / batch_id
 
+    def tidy_batch(self, batch_id: str) -> None:
+        """Of a batch that has ended only the record is kept; its results are files now."""
+        folder = self.batch_folder(batch_id)
+        for name in ("input.jsonl", "output.jsonl"):
+            (folder / name).unlink(missing_ok=True)
+        shutil.rmtree(folder / "output.jsonl.job", ignore_errors=True)
+
     def ask_to_cancel(self, batch_id: str) -> None:
         """From any process; the one that works on batches sees it."""
         marker = self.batch_folder(batch_id) / "cancel"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -11,10 +12,18 @@ from daskserve.command_options import options, slo_of, slo_options
 from daskserve.errors import ConfigError
 
 if TYPE_CHECKING:
+    from contextlib import AbstractAsyncContextManager
+
     from daskserve.bench.offered import Offered
     from daskserve.bench.prompts import Prompts
+    from daskserve.bench.results import Results
+    from daskserve.bench.session import Session
     from daskserve.bench.target import Target
+    from daskserve.core.slo import SLO
     from daskserve.planner.workload import Workload
+
+_SEARCH_S, _LONGEST = 30.0, 10
+"""Seconds of one run of a search, and how many times that a run of few requests may last."""
 
 _NUM_REQUESTS, _PROMPT_TOKENS, _OUTPUT_TOKENS = 200, "512", "128"
 _FAILED_REQUESTS = 3
@@ -109,36 +118,75 @@ _load_options = options(
 )
 
 
+_answer_options = options(
+    click.option(
+        "--attainment",
+        type=float,
+        default=0.9,
+        show_default=True,
+        help="Share of requests that must meet both limits.",
+    ),
+    click.option(
+        "--slo-scales",
+        metavar="A,B,...",
+        help="With limits: attainment at these multiples of them  [default: 0.5 to 3]",
+    ),
+    click.option(
+        "--find-goodput",
+        is_flag=True,
+        help="Try rates from --rate (default: 1) for the highest that meets the limits, "
+        "--duration (default: 30) seconds each.",
+    ),
+    click.option("--max-rate", type=float, help="With --find-goodput: try no higher rate."),
+    click.option(
+        "--tolerance",
+        type=float,
+        default=0.05,
+        show_default=True,
+        help="With --find-goodput: relative width at which it ends.",
+    ),
+    click.option(
+        "--instances",
+        type=click.IntRange(1),
+        help="For figures per instance  [default: what a daskserve server says]",
+    ),
+    click.option(
+        "-o",
+        "--output",
+        metavar="FILE",
+        help="Write every request as NetCDF (.nc); daskserve plan --workload reads it.",
+    ),
+    click.option(
+        "--recorded",
+        metavar="FILE",
+        help="No server: the figures of an earlier --output, under other limits.",
+    ),
+    click.option("--quiet", is_flag=True, help="No progress."),
+)
+
+
 @click.command("bench")
 @_target_options
 @_load_options
 @slo_options
-@click.option(
-    "--instances",
-    type=click.IntRange(1),
-    help="For figures per instance [default: what a daskserve server says]",
-)
-@click.option(
-    "-o",
-    "--output",
-    metavar="FILE",
-    help="Write every request as NetCDF (.nc); daskserve plan --workload reads it.",
-)
-@click.option("--quiet", is_flag=True, help="No progress.")
+@_answer_options
 def bench_command(**given: Any) -> None:
     """Put load on an OpenAI-compatible server and measure what it makes of it.
 
     Requests leave at their arrival times whatever the server does (an open loop), from this one
-    process; how late it was itself is printed too.
+    process; how late it was itself is printed too. TTFT, TPOT and the other lines mean what they
+    mean in vLLM's bench serve. A request that failed has missed every limit.
 
     \b
       daskserve bench --rate 4 --requests 200 --prompt-tokens 512 --output-tokens 128
       daskserve bench --rate 4 --duration 60 --slo-ttft 0.5 --slo-tpot 0.1
+      daskserve bench --find-goodput --slo-ttft 0.5 --slo-tpot 0.1
       daskserve bench --url http://gpu7:8000 --workload trace.csv --rate 20
 
     \b
-    Exit codes: 0 all requests were answered, 3 some failed, 1 the server cannot be used,
-    130 stopped by Ctrl-C (what was measured is printed).
+    Exit codes: 0 all requests were answered (or a goodput was found), 3 some failed (or no
+    rate meets the limits), 1 the server cannot be used, 130 stopped by Ctrl-C (what was
+    measured is printed).
     """
     try:
         import httpx  # noqa: F401
@@ -146,35 +194,126 @@ def bench_command(**given: Any) -> None:
         raise ConfigError("daskserve bench needs httpx: pip install daskserve[bench]") from None
     import asyncio
 
-    raise SystemExit(asyncio.run(_bench(given)))
+    slo = slo_of(given)
+    if slo is not None:
+        slo = replace(slo, attainment=given["attainment"])
+    if given["output"] and not given["output"].endswith(".nc"):
+        raise ConfigError(f"--output {given['output']} must end in .nc")
+    given["slo_scales"] = _scales(given["slo_scales"])
+    if given["recorded"]:
+        code = _show_recorded(given, slo)
+    elif given["find_goodput"]:
+        code = asyncio.run(_find_goodput(given, slo))
+    else:
+        code = asyncio.run(_bench(given, slo))
+    raise SystemExit(code)
 
 
-async def _bench(given: dict[str, Any]) -> int:
+async def _bench(given: dict[str, Any], slo: SLO | None) -> int:
     from daskserve.bench.results import Results
-    from daskserve.bench.session import opened
-    from daskserve.bench.summary import Summary, failure_lines
+    from daskserve.bench.summary import failure_lines
 
-    slo, prompts = slo_of(given), _prompts(given)
     workload = _workload(given)
-    async with opened(
+    async with _opened(given) as session:
+        records, lag = await session.loop.run(workload)
+    results = Results.of([records])
+    _show(given, results, slo, given["rate"], session.num_instances)
+    for line in (*failure_lines(records), *lag.lines()):
+        click.echo(line)
+    _write(given, results)
+    if session.stop.is_set():
+        return _INTERRUPTED
+    return 0 if results.is_ok.all() else _FAILED_REQUESTS
+
+
+async def _find_goodput(given: dict[str, Any], slo: SLO | None) -> int:
+    from daskserve.bench import goodput
+    from daskserve.bench.results import Results
+    from daskserve.bench.search import MIN_REQUESTS, RateSearch
+
+    if slo is None:
+        raise ConfigError("--find-goodput needs --slo-ttft and --slo-tpot")
+    duration_s = given["duration"] or _SEARCH_S
+    offered = _offered(given)
+    search = RateSearch(
+        given["rate"] or 1.0,
+        cap=given["max_rate"] or math.inf,
+        floor=MIN_REQUESTS / (_LONGEST * duration_s),
+        tolerance=given["tolerance"],
+    )
+    async with _opened(given) as session:
+        click.echo(goodput.HEADER)
+        trials = await goodput.find_goodput(
+            session.loop,
+            offered,
+            slo,
+            search,
+            duration_s,
+            session.stop,
+            lambda trial: click.echo(goodput.trial_line(trial)),
+        )
+    num_instances = given["instances"] or session.num_instances
+    best = goodput.best_of(trials)
+    if best is not None:
+        _show(given, best.results, slo, best.rate, num_instances)
+    click.echo("\n".join(goodput.verdict_lines(trials, slo, search, num_instances)))
+    _write(given, Results.of([trial.records for trial in trials]))
+    if session.stop.is_set():
+        return _INTERRUPTED
+    return 0 if best else _FAILED_REQUESTS
+
+
+def _show_recorded(given: dict[str, Any], slo: SLO | None) -> int:
+    from daskserve.bench.results import Results
+
+    results = Results.read(given["recorded"])
+    _show(given, results, slo, None, None)
+    return 0 if results.is_ok.all() else _FAILED_REQUESTS
+
+
+def _opened(given: dict[str, Any]) -> AbstractAsyncContextManager[Session]:
+    from daskserve.bench.session import opened
+
+    return opened(
         _target(given),
-        prompts,
+        _prompts(given),
         timeout_s=given["timeout"],
         ready_timeout_s=given["ready_timeout"],
         is_quiet=given["quiet"],
-    ) as session:
-        records = await session.loop.run(workload)
-    results = Results.of([records])
-    num_instances = given["instances"] or session.num_instances
-    summary = Summary.of(results, slo, given["rate"], num_instances)
-    click.echo("\n".join(summary.lines()))
-    for line in (*failure_lines(results, records), *session.loop.lag.lines()):
-        click.echo(line)
+    )
+
+
+def _show(
+    given: dict[str, Any],
+    results: Results,
+    slo: SLO | None,
+    rate: float | None,
+    num_instances: int | None,
+) -> None:
+    from daskserve.bench.summary import Summary
+    from daskserve.bench.tables import SCALES, scale_lines, stage_lines
+
+    summary = Summary.of(results, slo, rate, given["instances"] or num_instances)
+    lines = [*summary.lines(), *stage_lines(results)]
+    if slo is not None and len(results):
+        lines += scale_lines(results, slo, given["slo_scales"] or SCALES)
+    click.echo("\n".join(lines))
+
+
+def _scales(text: str | None) -> tuple[float, ...]:
+    try:
+        scales = tuple(float(part) for part in (text or "").split(",") if part.strip())
+    except ValueError:
+        scales = (0.0,)
+    if not all(math.isfinite(scale) and scale > 0 for scale in scales):
+        raise ConfigError(f"--slo-scales {text!r} must be numbers above 0, as in 0.5,1,2")
+    return scales
+
+
+def _write(given: dict[str, Any], results: Results) -> None:
     if given["output"]:
         results.write(given["output"])
-    if session.stop.is_set():
-        return _INTERRUPTED
-    return _FAILED_REQUESTS if summary.num_failed else 0
+        click.echo(f"{len(results)} requests written to {given['output']}")
 
 
 def _target(given: dict[str, Any]) -> Target:
@@ -208,16 +347,16 @@ def _offered(given: dict[str, Any]) -> Offered:
     from daskserve.bench.offered import Lengths, Offered, arrival_process
     from daskserve.planner.traces import read_workload
 
-    lengths = [
+    prompt, output = (
         Lengths.read(f"--{name}-tokens", given[f"{name}_tokens"] or default)
         for name, default in (("prompt", _PROMPT_TOKENS), ("output", _OUTPUT_TOKENS))
-    ]
+    )
     name = given["arrivals"]
     if given["workload_path"] is None:
         if name == "workload":
             raise ConfigError("--arrivals workload needs --workload FILE")
         process = arrival_process(name or "poisson", given["burstiness"])
-        return Offered.uniform(*lengths, process, given["seed"])
+        return Offered.uniform(prompt, output, process, given["seed"])
     if given["prompt_tokens"] or given["output_tokens"]:
         raise ConfigError("give --workload, or --prompt-tokens and --output-tokens, not both")
     trace = read_workload(given["workload_path"], seed=given["seed"])

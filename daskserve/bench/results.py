@@ -72,7 +72,14 @@ class Results:
 
     def is_met(self, slo: SLO) -> np.ndarray:
         """Which requests met both limits; one that failed met none."""
-        return self.is_ok & is_met(slo, self.values("ttft_s"), self.values("tpot_s"))
+        met = is_met(slo, self.values("ttft_s"), self.values("tpot_s"))
+        return np.asarray(self.is_ok & met)
+
+    def answered_quantile(self, name: str, share: float) -> float | None:
+        """Of answered requests; None when no one of them has the figure."""
+        values = self.values(name)[self.is_ok]
+        known = values[~np.isnan(values)]
+        return float(np.quantile(known, share)) if len(known) else None
 
     @property
     def duration_s(self) -> float:
@@ -80,12 +87,6 @@ class Results:
         if not len(self):
             return 0.0
         return float(self.values("end_s").max() - self.values("sent_s").min())
-
-    def failures(self) -> dict[str, int]:
-        """How many of each kind, most frequent first."""
-        kinds, counts = np.unique(self.values("status")[~self.is_ok], return_counts=True)
-        order = np.argsort(-counts, kind="stable")
-        return {str(kinds[i]): int(counts[i]) for i in order}
 
     def stages(self) -> xr.Dataset | None:
         """Of answered requests, by stage; None when the server told none."""

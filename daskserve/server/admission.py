@@ -78,6 +78,7 @@ class Place:
         self._admission, self._key = admission, key
         self._bound = admission.slo_bound
         self._size = self._num_waiting = 0
+        self._taken_at = time.monotonic()
 
     def grow(self, size: int) -> None:
         """Take room for ``size`` answers in all, or refuse and keep what there is."""
@@ -93,12 +94,13 @@ class Place:
         """One of the answers has its first token."""
         self._num_waiting -= 1
         if self._bound is not None:
-            self._bound.first_token(time.monotonic())
+            now = time.monotonic()
+            self._bound.first_token(now - self._taken_at, now)
 
-    def decoded(self, decode_s: float, num_gaps: int) -> None:
-        """One of the answers is complete, see `SloBound.decoded`."""
+    def finished(self, tpot_s: float, step_s: float) -> None:
+        """One of the answers is complete, see `SloBound.finished`."""
         if self._bound is not None:
-            self._bound.decoded(decode_s, num_gaps)
+            self._bound.finished(tpot_s, step_s)
 
     def leave(self) -> None:
         self._admission.give_back(self._size, self._key)

@@ -89,8 +89,9 @@ class Generation:
                 for answer in answers:
                     completion = await answer.stream.completion()
                     self._metrics.finished(answer, completion, arrived_at)
-                    num_gaps = completion.num_output_tokens - 1
-                    place.decoded(completion.timeline.decode_s, num_gaps)
+                    if (tpot_s := answer.tpot_s) is not None:
+                        num_gaps = completion.num_output_tokens - 1
+                        place.finished(tpot_s, completion.timeline.decode_s / num_gaps)
             finally:
                 for answer in answers:
                     await answer.stream.aclose()

@@ -20,7 +20,7 @@ from typing import Any
 
 import orjson
 
-from daskserve.batch.folder import PRIVATE_FOLDER, open_private, replacing
+from daskserve.batch.folder import PRIVATE_FOLDER, make_folders, open_private, replacing
 from daskserve.errors import ConfigError
 
 _FILE_ID = re.compile(r"file-[0-9a-f]{32}")
@@ -43,7 +43,7 @@ class Store:
         self._scratch, self._lock_path = folder / "scratch", folder / "worker.lock"
         try:
             for path in (folder, self._files, self._batches, self._scratch):
-                path.mkdir(PRIVATE_FOLDER, parents=path == folder, exist_ok=True)
+                make_folders(path)
                 if not stat.S_ISDIR(path.lstat().st_mode):
                     raise ConfigError(f"{path} is a link; remove it")
                 path.chmod(PRIVATE_FOLDER)

@@ -9,6 +9,7 @@ import random
 import socket
 import time
 
+import dask
 import httpx
 import openai
 import pytest
@@ -208,6 +209,20 @@ def test_readiness_tells_of_each_role(serve, mock, eventually):
         assert not body["ready"]
         assert (body["roles"]["prefill"]["ready"], body["roles"]["decode"]["ready"]) == (1, 0)
         assert http.get("/health").status_code == 200
+
+
+@pytest.mark.slow
+def test_a_scheduler_that_is_gone_shows(lone, eventually):
+    patience = dask.config.set({"distributed.comm.timeouts.connect": "1s"})
+    with patience, lone() as (cluster, url), httpx.Client(base_url=url, timeout=30) as http:
+        assert http.post("/v1/completions", json=TEXT).status_code == 200
+        cluster.close()
+        eventually(lambda: http.get("/ready").status_code == 503, 10)
+        eventually(lambda: http.get("/health").status_code == 503, 20)
+        assert http.get("/metrics").status_code == 200
+        answer = http.post("/v1/completions", json=TEXT)
+        assert answer.status_code == 503
+        assert "tcp://" not in answer.text
 
 
 def test_logs_and_metrics_hold_nothing_of_what_is_written(server, capfd, caplog):

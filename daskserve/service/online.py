@@ -68,9 +68,8 @@ class OnlineRequests:
         """Cancel what is open and cut the links."""
         for call in list(self._calls.values()):
             call.fail(RequestCancelled("the service was closed"))
-        for link in (self._scheduler, *self._instances.values()):
-            if link is not None:
-                link.cut()
+        for task in self._tasks:
+            task.cancel()
         if self._tasks:
             await asyncio.wait(self._tasks)
 

@@ -104,8 +104,13 @@ class TokenStream(AsyncIterator[TokenDelta], Iterator[TokenDelta]):
                     self._emit(following)
 
     def so_far(self) -> TokenDelta | None:
-        """All that was emitted, as one delta; None when nothing was."""
+        """All that was emitted, as one delta; None when nothing was.
+
+        For between two runs of a request: what came ahead of its turn is of the earlier one, and
+        is forgotten.
+        """
         with self._lock:
+            self._early.clear()
             deltas = self._emitted
             if not deltas:
                 return None

@@ -74,7 +74,7 @@ class Frontend:
         self._admission = Admission(limits.max_in_flight_per_key)
         self.metrics = Metrics(service.slo)
         self._health = health = Health(service, self._admission, self.metrics)
-        models = Models(options.model)
+        models = Models(options.model, service, self._admission)
         completions, chats = (
             Generation(service, options.model, limits, self._admission, self.metrics, is_chat)
             for is_chat in (False, True)
@@ -152,8 +152,8 @@ async def _num_decode_slots(service: Service) -> int:
 class Models:
     """The routes below ``/v1/models``: one model is served."""
 
-    def __init__(self, model: str) -> None:
-        self._model = model
+    def __init__(self, model: str, service: Service, admission: Admission) -> None:
+        self._model, self._service, self._admission = model, service, admission
         self._created = int(time.time())
 
     async def list(self, request: Request) -> Response:
@@ -165,9 +165,12 @@ class Models:
         return JSON(self._record())
 
     def _record(self) -> dict[str, object]:
-        return {
+        record: dict[str, object] = {
             "id": self._model,
             "object": "model",
             "created": self._created,
             "owned_by": "daskserve",
         }
+        if self._admission.is_open:  # as vLLM calls it
+            record["max_model_len"] = self._service.tokenizer.context_tokens
+        return record

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from daskserve.core.request import Completion
 from daskserve.server.errors import Refusal
 from daskserve.server.slo_bound import SloBound
 
@@ -78,7 +79,6 @@ class Place:
         self._admission, self._key = admission, key
         self._bound = admission.slo_bound
         self._size = self._num_waiting = 0
-        self._taken_at = time.monotonic()
 
     def grow(self, size: int) -> None:
         """Take room for ``size`` answers in all, or refuse and keep what there is."""
@@ -94,13 +94,13 @@ class Place:
         """One of the answers has its first token."""
         self._num_waiting -= 1
         if self._bound is not None:
-            now = time.monotonic()
-            self._bound.first_token(now - self._taken_at, now)
+            self._bound.first_token(time.monotonic())
 
-    def finished(self, tpot_s: float, step_s: float) -> None:
-        """One of the answers is complete, see `SloBound.finished`."""
+    def finished(self, ttft_s: float, tpot_s: float | None, completion: Completion) -> None:
+        """One of the answers is complete."""
         if self._bound is not None:
-            self._bound.finished(tpot_s, step_s)
+            num_gaps = completion.num_output_tokens - 1
+            self._bound.finished(ttft_s, tpot_s, num_gaps, completion.timeline)
 
     def leave(self) -> None:
         self._admission.give_back(self._size, self._key)

@@ -89,9 +89,8 @@ class Generation:
                 for answer in answers:
                     completion = await answer.stream.completion()
                     self._metrics.finished(answer, completion, arrived_at)
-                    if (tpot_s := answer.tpot_s) is not None:
-                        num_gaps = completion.num_output_tokens - 1
-                        place.finished(tpot_s, completion.timeline.decode_s / num_gaps)
+                    ttft_s = answer.token_times_s[0] - arrived_at
+                    place.finished(ttft_s, answer.tpot_s, completion)
             finally:
                 for answer in answers:
                     await answer.stream.aclose()

@@ -10,11 +10,13 @@ follow from what was seen of late:
   K prompts in front make TTFT about K d; so K may be TTFT limit / d.
 
 Means are not all: answers that begin together end together, and then some wait much longer than
-others. So each limit has a factor, at most 1, that follows the share of answers that were late.
+others. So each limit has a factor, at most 1, that follows the share of answers that were late
+because they waited.
 """
 
 from __future__ import annotations
 
+from daskserve.core.request import Timeline
 from daskserve.core.slo import SLO
 
 _FIRST_RATIO, _MOST_RATIO = 1.25, 2.0
@@ -76,39 +78,53 @@ class SloBound:
             self._busy_since = now
         self._num_waiting += num_answers
 
-    def first_token(self, ttft_s: float, now: float) -> None:
+    def first_token(self, now: float) -> None:
         """One of them has its first token."""
         if self._busy_since is not None:
             self._busy_s = _KEPT * self._busy_s + now - self._busy_since
             self._num_first_tokens = _KEPT * self._num_first_tokens + 1
         self._waits_no_more(1, now)
-        is_met = ttft_s <= self._slo.ttft_s
-        self._waiting_factor = self._followed(self._waiting_factor, is_met)
 
     def gave_up(self, num_answers: int, now: float) -> None:
         """Some end without a token."""
         self._waits_no_more(num_answers, now)
 
-    def finished(self, tpot_s: float, step_s: float) -> None:
-        """An answer of several tokens is complete.
+    def finished(
+        self, ttft_s: float, tpot_s: float | None, num_gaps: int, timeline: Timeline
+    ) -> None:
+        """An answer is complete.
 
         Parameters
         ----------
-        tpot_s
-            As its client saw it.
-        step_s
-            The same without the time it waited for its second token.
+        ttft_s, tpot_s
+            As its client saw them; None for an answer of one token.
+        num_gaps
+            Tokens after the first.
+        timeline
+            Where its time went.
         """
-        self._step_s = step_s if self._step_s is None else _mixed(self._step_s, step_s)
-        is_met = tpot_s <= self._slo.tpot_s
-        self._in_flight_factor = self._followed(self._in_flight_factor, is_met)
+        waited_s = timeline.prefill_queue_s
+        self._waiting_factor = self._followed(
+            self._waiting_factor, ttft_s, waited_s, self._slo.ttft_s
+        )
+        if tpot_s is not None:
+            step_s = timeline.decode_s / num_gaps
+            self._step_s = step_s if self._step_s is None else _mixed(self._step_s, step_s)
+            # Up to one step everybody waits, for the one that runs to end.
+            waited_s = max(0.0, timeline.decode_queue_s - step_s)
+            self._in_flight_factor = self._followed(
+                self._in_flight_factor, tpot_s * num_gaps, waited_s, self._slo.tpot_s * num_gaps
+            )
         self._loaded_for = max(0, self._loaded_for - 1)
 
-    def _followed(self, factor: float, is_met: bool) -> float:
+    def _followed(self, factor: float, took_s: float, waited_s: float, limit_s: float) -> float:
         """Rests where just the share that may be late is late."""
-        late = 1.0 - self._slo.attainment
+        is_met = took_s <= limit_s
         if is_met and not self._loaded_for:
             return factor
+        if took_s - waited_s > limit_s:
+            return factor  # late without any wait, whatever is taken in
+        late = 1.0 - self._slo.attainment
         factor += _GAIN * (late if is_met else late - 1.0)
         return min(max(factor, _LEAST_FACTOR), 1.0)
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from daskserve.command_options import options, slo_of, slo_options
+from daskserve.bench_options import answer_options, load_options, target_options
+from daskserve.command_options import slo_of, slo_options
 from daskserve.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -25,151 +27,17 @@ if TYPE_CHECKING:
 _SEARCH_S, _LONGEST = 30.0, 10
 """Seconds of one run of a search, and how many times that a run of few requests may last."""
 
+_TOLERANCE = 0.05
 _NUM_REQUESTS, _PROMPT_TOKENS, _OUTPUT_TOKENS = 200, "512", "128"
 _FAILED_REQUESTS = 3
 _INTERRUPTED = 130
 
-_target_options = options(
-    click.option(
-        "--url",
-        default="http://127.0.0.1:8000",
-        show_default=True,
-        help="Of the server, with or without /v1.",
-    ),
-    click.option("--model", default="", help="As the server calls it  [default: the one it has]"),
-    click.option(
-        "--endpoint",
-        type=click.Choice(("completions", "chat")),
-        default="completions",
-        show_default=True,
-        help="/v1/completions or /v1/chat/completions; answers are streamed.",
-    ),
-    click.option(
-        "--api-key-file",
-        metavar="PATH",
-        help="The first line is the key. Without it the environment variable OPENAI_API_KEY.",
-    ),
-    click.option("--ca-file", metavar="PATH", help="PEM of your own authority, for https."),
-    click.option(
-        "--ready-timeout",
-        type=click.FloatRange(0),
-        default=0.0,
-        metavar="SECONDS",
-        help="Wait so long for a server that starts  [default: not at all]",
-    ),
-)
-_load_options = options(
-    click.option("--rate", type=float, help="Requests/s; inf sends all at once."),
-    click.option("--requests", type=click.IntRange(1), help="How many  [default: 200]"),
-    click.option(
-        "--duration",
-        type=click.FloatRange(0, min_open=True),
-        metavar="SECONDS",
-        help="Instead of --requests: so long at the rate.",
-    ),
-    click.option(
-        "--arrivals",
-        type=click.Choice(("poisson", "gamma", "constant", "workload")),
-        help="workload: those of the file  [default: workload if it has times, else poisson]",
-    ),
-    click.option(
-        "--burstiness",
-        type=float,
-        default=1.0,
-        help="Of --arrivals gamma, as in vLLM: 1 is Poisson, less is burstier.",
-    ),
-    click.option(
-        "--workload",
-        "workload_path",
-        metavar="FILE",
-        help="Lengths and arrivals of a trace, as daskserve plan reads it.",
-    ),
-    click.option("--prompt-tokens", metavar="N[-M]", help="Instead of a file  [default: 512]"),
-    click.option("--output-tokens", metavar="N[-M]", help="Tokens to ask for  [default: 128]"),
-    click.option(
-        "--prompt-file",
-        metavar="PATH",
-        help="Prompts, one a line in turn: text, or .jsonl with prompt or messages. "
-        "Otherwise random tokens; for --endpoint chat random words, each about a token.",
-    ),
-    click.option(
-        "--token-ids",
-        metavar="LOW-HIGH",
-        default="100-250",
-        show_default=True,
-        help="Random tokens are of these ids: give the model's own range for realistic experts.",
-    ),
-    click.option(
-        "--ignore-eos/--stop-at-eos",
-        default=True,
-        show_default=True,
-        help="Always ask for all output tokens (vLLM and daskserve know it).",
-    ),
-    click.option("--temperature", type=float, default=0.0, help="Of the sampling  [default: 0]"),
-    click.option("--seed", type=click.IntRange(0), default=0, help="Same seed, same load."),
-    click.option(
-        "--timeout",
-        type=click.FloatRange(0, min_open=True),
-        default=600.0,
-        show_default=True,
-        metavar="SECONDS",
-        help="An answer that takes longer failed.",
-    ),
-)
-
-
-_answer_options = options(
-    click.option(
-        "--attainment",
-        type=float,
-        default=0.9,
-        show_default=True,
-        help="Share of requests that must meet both limits.",
-    ),
-    click.option(
-        "--slo-scales",
-        metavar="A,B,...",
-        help="With limits: attainment at these multiples of them  [default: 0.5 to 3]",
-    ),
-    click.option(
-        "--find-goodput",
-        is_flag=True,
-        help="Try rates from --rate (default: 1) for the highest that meets the limits, "
-        "--duration (default: 30) seconds each.",
-    ),
-    click.option("--max-rate", type=float, help="With --find-goodput: try no higher rate."),
-    click.option(
-        "--tolerance",
-        type=float,
-        default=0.05,
-        show_default=True,
-        help="With --find-goodput: relative width at which it ends.",
-    ),
-    click.option(
-        "--instances",
-        type=click.IntRange(1),
-        help="For figures per instance  [default: what a daskserve server says]",
-    ),
-    click.option(
-        "-o",
-        "--output",
-        metavar="FILE",
-        help="Write every request as NetCDF (.nc); daskserve plan --workload reads it.",
-    ),
-    click.option(
-        "--recorded",
-        metavar="FILE",
-        help="No server: the figures of an earlier --output, under other limits.",
-    ),
-    click.option("--quiet", is_flag=True, help="No progress."),
-)
-
 
 @click.command("bench")
-@_target_options
-@_load_options
+@target_options
+@load_options
 @slo_options
-@_answer_options
+@answer_options
 def bench_command(**given: Any) -> None:
     """Put load on an OpenAI-compatible server and measure what it makes of it.
 
@@ -197,8 +65,7 @@ def bench_command(**given: Any) -> None:
     slo = slo_of(given)
     if slo is not None:
         slo = replace(slo, attainment=given["attainment"])
-    if given["output"] and not given["output"].endswith(".nc"):
-        raise ConfigError(f"--output {given['output']} must end in .nc")
+    _check_output(given["output"])
     given["slo_scales"] = _scales(given["slo_scales"])
     if given["recorded"]:
         code = _show_recorded(given, slo)
@@ -213,10 +80,13 @@ async def _bench(given: dict[str, Any], slo: SLO | None) -> int:
     from daskserve.bench.results import Results
     from daskserve.bench.summary import failure_lines
 
+    for name in ("max_rate", "tolerance"):
+        if given[name] is not None:
+            raise ConfigError(f"--{name.replace('_', '-')} goes with --find-goodput")
     workload = _workload(given)
     async with _opened(given) as session:
         records, lag = await session.loop.run(workload)
-    results = Results.of([records])
+    results = Results.of([records], session.loop.started_unix_s)
     _show(given, results, slo, given["rate"], session.num_instances)
     for line in (*failure_lines(records), *lag.lines()):
         click.echo(line)
@@ -233,13 +103,15 @@ async def _find_goodput(given: dict[str, Any], slo: SLO | None) -> int:
 
     if slo is None:
         raise ConfigError("--find-goodput needs --slo-ttft and --slo-tpot")
+    if given["requests"] is not None:
+        raise ConfigError("--find-goodput runs for --duration at every rate: leave --requests out")
     duration_s = given["duration"] or _SEARCH_S
     offered = _offered(given)
     search = RateSearch(
         given["rate"] or 1.0,
         cap=given["max_rate"] or math.inf,
         floor=MIN_REQUESTS / (_LONGEST * duration_s),
-        tolerance=given["tolerance"],
+        tolerance=_TOLERANCE if given["tolerance"] is None else given["tolerance"],
     )
     async with _opened(given) as session:
         click.echo(goodput.HEADER)
@@ -257,7 +129,7 @@ async def _find_goodput(given: dict[str, Any], slo: SLO | None) -> int:
     if best is not None:
         _show(given, best.results, slo, best.rate, num_instances)
     click.echo("\n".join(goodput.verdict_lines(trials, slo, search, num_instances)))
-    _write(given, Results.of([trial.records for trial in trials]))
+    _write(given, Results.of([t.records for t in trials], session.loop.started_unix_s))
     if session.stop.is_set():
         return _INTERRUPTED
     return 0 if best else _FAILED_REQUESTS
@@ -266,8 +138,10 @@ async def _find_goodput(given: dict[str, Any], slo: SLO | None) -> int:
 def _show_recorded(given: dict[str, Any], slo: SLO | None) -> int:
     from daskserve.bench.results import Results
 
-    results = Results.read(given["recorded"])
+    parts = [Results.read(path) for path in given["recorded"]]
+    results = parts[0] if len(parts) == 1 else Results.joined(parts)
     _show(given, results, slo, None, None)
+    _write(given, results)
     return 0 if results.is_ok.all() else _FAILED_REQUESTS
 
 
@@ -298,6 +172,16 @@ def _show(
     if slo is not None and len(results):
         lines += scale_lines(results, slo, given["slo_scales"] or SCALES)
     click.echo("\n".join(lines))
+
+
+def _check_output(path: str | None) -> None:
+    """Before minutes are spent on what cannot be kept."""
+    if path is None:
+        return
+    if not path.endswith(".nc"):
+        raise ConfigError(f"--output {path} must end in .nc")
+    if not Path(path).resolve().parent.is_dir():
+        raise ConfigError(f"cannot write {path}: there is no such folder")
 
 
 def _scales(text: str | None) -> tuple[float, ...]:
@@ -351,11 +235,15 @@ def _offered(given: dict[str, Any]) -> Offered:
         Lengths.read(f"--{name}-tokens", given[f"{name}_tokens"] or default)
         for name, default in (("prompt", _PROMPT_TOKENS), ("output", _OUTPUT_TOKENS))
     )
-    name = given["arrivals"]
+    name, burstiness = given["arrivals"], given["burstiness"]
+    if burstiness is not None:
+        if name not in (None, "gamma"):
+            raise ConfigError(f"--burstiness is that of gamma arrivals, not of {name}")
+        name = "gamma"
     if given["workload_path"] is None:
         if name == "workload":
             raise ConfigError("--arrivals workload needs --workload FILE")
-        process = arrival_process(name or "poisson", given["burstiness"])
+        process = arrival_process(name or "poisson", burstiness or 1.0)
         return Offered.uniform(prompt, output, process, given["seed"])
     if given["prompt_tokens"] or given["output_tokens"]:
         raise ConfigError("give --workload, or --prompt-tokens and --output-tokens, not both")
@@ -365,9 +253,7 @@ def _offered(given: dict[str, Any]) -> Offered:
         raise ConfigError(f"{given['workload_path']} has no arrival times; choose other --arrivals")
     if name is None and has_times:
         name = "workload"
-    process = (
-        None if name == "workload" else arrival_process(name or "poisson", given["burstiness"])
-    )
+    process = None if name == "workload" else arrival_process(name or "poisson", burstiness or 1.0)
     return Offered(trace, process, given["seed"])
 
 

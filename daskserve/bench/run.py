@@ -91,6 +91,8 @@ class OpenLoop:
         self._target, self._connections, self._prompts = target, connections, prompts
         self._timeout_s, self._stop, self._on_progress = timeout_s, stop, on_progress
         self._started_at = time.monotonic()
+        self.started_unix_s = time.time()
+        """At which the seconds of records begin."""
         self._num_sent = 0
 
     async def run(self, workload: Workload, watch: Watch | None = None) -> tuple[list[Record], Lag]:
@@ -102,7 +104,7 @@ class OpenLoop:
             May end the run early, and gives up what has missed its limits once all are sent.
         """
         if not self._num_sent:
-            self._started_at = time.monotonic()
+            self._started_at, self.started_unix_s = time.monotonic(), time.time()
         start_s = self._now_s()
         columns = (values.tolist() for values in workload.arrays())
         records = [

@@ -129,8 +129,13 @@ def closed_port():
         (["--workload", "none.csv"], "cannot read none.csv"),
         (["--slo-ttft", "1"], "go together"),
         (["--find-goodput"], "needs --slo-ttft"),
+        (["--find-goodput", "--slo-ttft", "1", "--slo-tpot", "1", "--requests", "9"], "--duration"),
         (["--find-goodput", "--slo-ttft", "1", "--slo-tpot", "1", "--tolerance", "0"], "tolerance"),
         (["--output", "run.csv"], "must end in .nc"),
+        (["--output", "/none/run.nc"], "there is no such folder"),
+        (["--max-rate", "9"], "--max-rate goes with --find-goodput"),
+        (["--burstiness", "2", "--arrivals", "constant"], "not of constant"),
+        (["--burstiness", "-2"], "--burstiness -2 must be"),
         (["--slo-scales", "1,x", "--slo-ttft", "1", "--slo-tpot", "1"], "--slo-scales '1,x'"),
         (["--token-ids", "9999-99999"], "does not answer a first request: 400"),
         (["--duration", "5", "--requests", "3"], "not both"),
@@ -138,7 +143,7 @@ def closed_port():
     ],
 )
 def test_what_cannot_be_run_is_one_line(bench, arguments, part):
-    code, out, error = bench("--rate", "10", "--requests", "3", *arguments)
+    code, out, error = bench("--rate", "10", *arguments)
     assert code == 1
     assert error.startswith("error: ") and error.count("\n") == 1
     assert part in error

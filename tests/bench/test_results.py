@@ -100,6 +100,18 @@ def test_the_planner_reads_the_file_as_a_workload(tmp_path):
     assert output.tolist() == [4, 2, 1, 9]
 
 
+def test_clients_side_by_side_add_up():
+    """Each record's gaps stay its own, and times are those of the one that started first."""
+    first = Results.of([[answered(0, 0.0, 0.1, [0.01]), answered(1, 3.0, 0.1, [0.02])]], 100.0)
+    second = Results.of([[answered(0, 1.0, 0.1, [0.03, 0.03]), failed(1, 1.5, 1.6)]], 101.0)
+    both = Results.joined([first, second])
+    assert both.values("sent_s").tolist() == [0.0, 2.0, 2.5, 3.0]
+    assert both.values("num_gaps").tolist() == [1, 2, 0, 1]
+    assert both.values("gap_s") == pytest.approx([0.01, 0.03, 0.03, 0.02])
+    assert both.is_ok.tolist() == [True, True, False, True]
+    assert both.duration_s == pytest.approx(3.12)
+
+
 def test_other_files_are_refused(tmp_path):
     (tmp_path / "text.nc").write_text("no netcdf")
     with pytest.raises(ConfigError, match="cannot read"):

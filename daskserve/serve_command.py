@@ -34,6 +34,13 @@ from daskserve.core.instance import EngineConfig
     help="0 takes a free one.",
 )
 @click.option(
+    "--allowed-host",
+    "allowed_hosts",
+    multiple=True,
+    metavar="NAME",
+    help="On this machine alone, a name that a proxy in front is addressed by; may be repeated.",
+)
+@click.option(
     "--api-key-file",
     metavar="PATH",
     help="API keys, one a line; any one is needed on every route but /health. The environment "
@@ -80,12 +87,13 @@ def serve_command(host: str, port: int, **given: Any) -> None:
         "request_timeout_s": given["request_timeout"],
     }
     changed = {name: value for name, value in limits.items() if value is not None}
+    names = {name.lower() for name in given["allowed_hosts"]}
     options = ServerOptions(
         model=given["served_model_name"] or served_name(config.model),
         limits=settings().serve.model_copy(update=changed),
         keys=load_keys(given["api_key_file"]),
         state_folder=Path(given["state_dir"] or default_state_folder()),
-        hosts=LOOPBACK_NAMES if address.is_loopback else None,
+        hosts=LOOPBACK_NAMES | names if address.is_loopback else None,
     )
     service = open_service(config, given, slo_of(given), asynchronous=True)
     run_server(service, options, address)

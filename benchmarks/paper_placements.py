@@ -144,16 +144,16 @@ def _as_original(unit: Unit) -> Disaggregated:
     return Disaggregated(across, prefill.tp, prefill.pp // across, decode.tp, decode.pp // across)
 
 
-FIGURE_11 = (("chatbot-opt-13b", Parallelism(1), 40.0), ("chatbot-opt-66b", Parallelism(4), 24.0))
-"""Application, the parallelism of plain vLLM, and a rate that both phases of High come close to."""
+FIGURE_11 = (("chatbot-opt-13b", Parallelism(1)), ("chatbot-opt-66b", Parallelism(4)))
+"""Application, and the parallelism of plain vLLM."""
 
 
-def figure_11(name: str, vllm: Parallelism, rate: float) -> dict:
+def figure_11(name: str, vllm: Parallelism) -> dict:
     """vLLM, vLLM++, DistServe-Low and High, per GPU: with vLLM's own step times and with ours."""
     app = APPLICATIONS[name]
     # Figure 11 takes links between nodes for granted that carry the KV of DistServe-High.
     fast = Cluster.of("A100", 4, network_gbps=1600)
-    request = replace(_request(app, DistServeA100(), quick=True), rate=rate, cluster=fast)
+    request = replace(_request(app, DistServeA100(), quick=True), cluster=fast)
     print(f"{name}, Figure 11, req/s per GPU")
     for label, latency in (("vLLM's step times", DistServeA100("vllm")), ("the same", None)):
         table = ablation(request, vllm, latency).table

@@ -6,6 +6,7 @@ import asyncio
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -122,7 +123,8 @@ class Frontend:
 
     def _second_service(self) -> Service:
         """For batches: synchronous, with a client of its own on the same scheduler."""
-        return Service.attach(self._service.client.scheduler.address, self._service.config)
+        client: Any = self._service.client
+        return Service.attach(client.scheduler.address, self._service.config)
 
     async def open(self) -> None:
         """Load the model, then let requests in (DaskserveError)."""
@@ -146,7 +148,8 @@ class Frontend:
 async def _num_decode_slots(service: Service) -> int:
     """Answers that all instances decode at once."""
     instances = await service.info()
-    return max(1, sum(i.max_batch_size for i in instances if i.role is not Role.PREFILL))
+    num_slots: int = sum(i.max_batch_size for i in instances if i.role is not Role.PREFILL)
+    return max(1, num_slots)
 
 
 class Models:

@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import dask
 import orjson
+from dask.base import annotate
 
 from daskserve.batch.lines import COMPLETION_URL, Form
 from daskserve.batch.runner import BatchJob
@@ -185,7 +185,7 @@ class BatchWorker:
             if self._end_of(record) is None:
                 if self._service is None:
                     self._service = self._connect()
-                with dask.annotate(priority=_PRIORITY):
+                with annotate(priority=_PRIORITY):
                     return job.run(self._service, self._window(), False, on_tick)
         except _Interrupted:
             if self._is_stopped:

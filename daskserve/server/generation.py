@@ -130,7 +130,7 @@ class Generation:
                     writer = LogprobWriter(self._service.tokenizer, ask.is_chat, len(prefix))
                 answers.append(Answer(len(answers), own, stream, prefix, writer, place.first_token))
 
-    def _text_of(self, prompt: Prompt) -> str:
+    def _text_of(self, prompt: Any) -> str:
         return prompt if isinstance(prompt, str) else self._service.tokenizer.decode(prompt)
 
     async def _whole(self, ask: Ask, answers: list[Answer]) -> dict[str, Any]:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 from uuid import uuid4
 
 from starlette.datastructures import Headers, MutableHeaders
-from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -51,7 +51,7 @@ class Shield:
             await refusal_of(error).response()(scope, receive, named_send)
 
 
-async def answer_http_exception(request: Request, error: HTTPException) -> Response:
-    """Starlette's own refusals, such as of unknown paths, in OpenAI's shape."""
+async def answer_http_exception(request: Request, error: Any) -> Response:
+    """Starlette's own refusals (HTTPException), such as of unknown paths, in OpenAI's shape."""
     message = _MESSAGES.get(error.status_code, "the request cannot be read")
     return Refusal(error.status_code, message, headers=dict(error.headers or {})).response()

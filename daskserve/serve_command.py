@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,11 @@ from daskserve.core.instance import EngineConfig
     "[default: $XDG_STATE_HOME/daskserve or ~/.local/state/daskserve]",
 )
 @click.option(
+    "--access-log",
+    is_flag=True,
+    help="A line on standard error per request: id, method, path, status, seconds.",
+)
+@click.option(
     "--max-in-flight",
     type=click.IntRange(1),
     help="Answers at work, more are told to come again (429)  [default: 2 per decode slot]",
@@ -95,6 +101,10 @@ def serve_command(host: str, port: int, **given: Any) -> None:
         state_folder=Path(given["state_dir"] or default_state_folder()),
         hosts=LOOPBACK_NAMES | names if address.is_loopback else None,
     )
+    if given["access_log"]:
+        access = logging.getLogger("daskserve.access")
+        access.setLevel(logging.INFO)
+        access.addHandler(logging.StreamHandler())
     service = open_service(config, given, slo_of(given), asynchronous=True)
     run_server(service, options, address)
 

@@ -235,7 +235,9 @@ def test_logs_and_metrics_hold_nothing_of_what_is_written(server, capfd, caplog)
             ("/v1/chat/completions", {**CHAT, "messages": [{"role": word, "content": word}]}),
         ):
             http.post(path, json=body)
+            http.get(f"/v1/models/{word}%0a{word}")
         metrics = http.get("/metrics").text
+    assert "POST /v1/completions 200" in caplog.text
     out, err = capfd.readouterr()
     assert word not in metrics + caplog.text + out + err
 

@@ -268,11 +268,10 @@ def test_two_servers_share_one_scheduler(server, alongside, eventually):
     eventually(server.is_idle, 3)
 
 
-def test_a_server_that_stops_tells_its_streams(server, alongside, monkeypatch, eventually):
-    monkeypatch.setattr("daskserve.server.run._GRACE_S", 1)
+def test_a_server_that_stops_tells_its_streams(server, alongside, limits, eventually):
     asked = {**TEXT, "max_tokens": 5000}
     with httpx.Client(timeout=60) as http:
-        with alongside(server) as other:
+        with alongside(server, limits=limits(drain_timeout_s=1)) as other:
             url = f"{other.url}/v1/completions"
             stream = http.send(
                 http.build_request("POST", url, json={**asked, "stream": True}), stream=True

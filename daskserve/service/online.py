@@ -68,8 +68,9 @@ class OnlineRequests:
         """Cancel what is open and cut the links."""
         for call in list(self._calls.values()):
             call.fail(RequestCancelled("the service was closed"))
-        for task in self._tasks:
-            task.cancel()
+        for link in (self._scheduler, *self._instances.values()):
+            if link is not None:
+                link.cut()
         if self._tasks:
             await asyncio.wait(self._tasks)
 

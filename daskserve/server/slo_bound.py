@@ -46,7 +46,7 @@ class SloBound:
         self._num_first_tokens = 0.0
         self._busy_since: float | None = None
         self._num_waiting = 0
-        self._in_flight_factor = self._waiting_factor = 0.9
+        self._in_flight_factor, self._waiting_factor = 0.8, 0.9
         self._loaded_for = 0
 
     @property
@@ -118,13 +118,14 @@ class SloBound:
         self._loaded_for = max(0, self._loaded_for - 1)
 
     def _followed(self, factor: float, took_s: float, waited_s: float, limit_s: float) -> float:
-        """Rests where just the share that may be late is late."""
+        """Rests where a certain share is late."""
         is_met = took_s <= limit_s
         if is_met and not self._loaded_for:
             return factor
         if took_s - waited_s > limit_s:
             return factor  # late without any wait, whatever is taken in
-        late = 1.0 - self._slo.attainment
+        # Half of those that may be: the other half are for what no bound foresees.
+        late = (1.0 - self._slo.attainment) / 2
         factor += _GAIN * (late if is_met else late - 1.0)
         return min(max(factor, _LEAST_FACTOR), 1.0)
 

@@ -104,20 +104,37 @@ async def test_requests_leave_at_their_times_while_the_server_sits_on_them(scrip
     assert min(record.ttft_s for record in records) > 1.49
 
 
-async def test_connections_are_used_again(scripted, answers):
+def refusal(status, body):
+    return f"HTTP/1.1 {status} X\r\ncontent-length: {len(body)}\r\n\r\n{body}".encode()
+
+
+@pytest.mark.parametrize("is_refused", [False, True])
+async def test_connections_are_used_again(scripted, answers, is_refused):
     ports = []
 
     async def noting(reader, writer):
         ports.append(writer.get_extra_info("peername")[1])
-        await answers(SOUND)(reader, writer)
+        if is_refused:
+            writer.write(refusal(429, "{}"))
+        else:
+            await answers(SOUND)(reader, writer)
 
     async with scripted(noting) as url:
-        await run(url, [0.0, 0.1, 0.2])
+        await run(url, [0.0, 0.3, 0.6])
     assert len(ports) == 3 and len(set(ports)) == 1
 
 
-def refusal(status, body):
-    return f"HTTP/1.1 {status} X\r\ncontent-length: {len(body)}\r\n\r\n{body}".encode()
+async def test_a_connection_that_broke_is_made_again(scripted, answers):
+    broken = answers(SOUND[:1], is_whole=False)
+    sound = answers(SOUND)
+    turns = [broken, sound]
+
+    async def in_turn(reader, writer):
+        await turns.pop(0)(reader, writer)
+
+    async with scripted(in_turn) as url:
+        records, _ = await run(url, [0.0, 0.5])
+    assert [record.status for record in records] == ["broken off", OK]
 
 
 FAILURES = {

@@ -44,14 +44,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="fewer rounds, < 60 s")
     parser.add_argument("--part", choices=("all", "steps", "service"), default="all")
-    parser.add_argument("--long-rate", type=float, default=1.0, help="long prompts per second")
+    parser.add_argument("--long-rate", type=float, default=0.75, help="long prompts per second")
     given = parser.parse_args()
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:CORES])
     figures = []
     if given.part != "service":
-        figures += show_steps(in_process("steps", 3 if given.quick else 9))
+        figures += show_steps(in_process("steps", 1 if given.quick else 9))
     if given.part != "steps":
-        seconds = 5.0 if given.quick else 30.0
+        seconds = 4.0 if given.quick else 25.0
         sides = {name: in_process(name, seconds, given.long_rate) for name in SETTINGS}
         figures += show_service(sides, given.long_rate)
     print(json.dumps(figures))
@@ -197,8 +197,8 @@ async def measure(setting: str, seconds: float, long_rate: float) -> dict[str, d
     chunk = CHUNK_TOKENS if setting == "chunked" else None
     config = EngineConfig(model=MODEL, chunk_tokens=chunk)
     async with Service.local(**SETTINGS[setting], config=config, asynchronous=True) as service:
-        await load(service, 2.0, 2.0)  # compiled and warm
-        quiet = await load(service, seconds, 0.0)
+        await token_times(service, random.Random(1), LONG_PROMPT, 4)  # compiled and warm
+        quiet = await load(service, seconds / 3, 0.0)
         busy = await load(service, seconds, long_rate)
     return {"quiet": quiet.figures(), "busy": busy.figures()}
 
@@ -225,9 +225,12 @@ async def stream_on(service, seen: Seen, rng: random.Random, stop_at: float) -> 
 
 async def disturb(service, seen: Seen, rng: random.Random, rate: float) -> None:
     """Long prompts, Poisson: they arrive whether the earlier ones are done or not."""
+    arrivals = random.Random(1)  # of their own, so that every setting has the same ones
+    arrives_at = time.monotonic()
     async with asyncio.TaskGroup() as group:
         while rate > 0:
-            await asyncio.sleep(rng.expovariate(rate))
+            arrives_at += arrivals.expovariate(rate)
+            await asyncio.sleep(arrives_at - time.monotonic())
             group.create_task(one_long_prompt(service, seen, rng))
 
 

@@ -260,6 +260,7 @@ def test_a_sweep_over_rates_and_scales():
     assert np.isnan(shares["attainment"].sel(rate=0.0)).all()
     known = shares.sel(rate=[5.0, 20.0, 60.0]).mean("seed")
     assert (known["attainment"].diff("slo_scale") >= 0).all()
+    assert (known["attainment"].diff("slo_scale") > 0.01).any()
     assert (known["attainment"].diff("rate") <= 0).all()
     assert (known["attainment"] <= known["ttft_attainment"]).all()
     assert shares["is_steady"].sel(rate=5.0).all()

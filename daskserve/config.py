@@ -68,6 +68,7 @@ class ServeSettings(_Section):
     max_body_bytes: int = Field(ge=1024)
     max_file_bytes: int = Field(ge=1024)
     max_stored_bytes: int = Field(ge=1024)
+    keep_files_s: float = Field(gt=0, allow_inf_nan=False)
     max_batch_rows: int = Field(ge=1)
     max_open_batches: int = Field(ge=1)
     batch_max_in_flight: int | None = Field(ge=1)

@@ -104,7 +104,8 @@ class Frontend:
         )
 
     def _batch_routes(self, options: ServerOptions, folder: Path) -> list[Route]:
-        limits, store = options.limits, Store(folder)
+        limits = options.limits
+        store = Store(folder, limits.keep_files_s)
         self._worker = BatchWorker(
             store, limits, self._service.config, options.model, self._second_service
         )

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from daskserve.config import settings as configured
 from daskserve.core.instance import Role
-from daskserve.errors import InstanceLost, KilledInstance, Overloaded
+from daskserve.errors import ClusterError, InstanceLost, KilledInstance, Overloaded
 from daskserve.service.dispatch_state import DispatchState, InstanceState, Stage
 from daskserve.service.names import prefill_key, request_id_of
 from daskserve.service.online_dispatch import OnlineDispatch
@@ -233,6 +233,16 @@ def test_a_request_may_ask_for_a_shorter_queue():
     world.open("3-a", max_queue=1)
     assert world.link.last("2-a")["op"] == "bound"
     assert isinstance(world.error("3-a"), Overloaded)
+
+
+def test_when_dispatch_gives_up_everybody_is_told():
+    world = pair()
+    bound = world.open("1-a")
+    world.open("2-a")
+    world.say("prefilled", "1-a", run_id=bound["run_id"])
+    world.online.refuse_all(ClusterError("restarted"))
+    assert [str(world.error(f"{i}-a")) for i in (1, 2)] == ["restarted"] * 2
+    assert world.online.num_open == 0 and not world.state.stages
 
 
 def test_an_id_cannot_be_opened_twice():

@@ -78,6 +78,7 @@ class ServeSettings(_Section):
     request_timeout_s: float = Field(gt=0, allow_inf_nan=False)
     read_timeout_s: float = Field(gt=0, allow_inf_nan=False)
     write_timeout_s: float = Field(gt=0, allow_inf_nan=False)
+    ping_interval_s: float = Field(gt=0, allow_inf_nan=False)
     keep_alive_s: int = Field(ge=1)
     drain_timeout_s: int = Field(ge=0)
 

@@ -153,6 +153,7 @@ class Generation:
     ) -> Exception | None:
         """What went wrong after the first event, which the client has been told."""
         sender = EventSender(send)
+        pings = asyncio.create_task(sender.keep_alive(self._limits.ping_interval_s))
         try:
             return await until_gone(receive, self._stream(ask, answers, sender))
         except Refusal as stopping:
@@ -160,6 +161,8 @@ class Generation:
                 raise
             await sender.fail(stopping)
             return stopping
+        finally:
+            pings.cancel()
 
     async def _stream(
         self, ask: Ask, answers: list[Answer], sender: EventSender

@@ -197,6 +197,18 @@ def test_an_engine_that_fails_ends_the_stream_with_an_error(serve, mock, eventua
         eventually(server.is_idle, 3)
 
 
+def test_a_silent_stream_is_kept_alive_by_comments(serve, mock, limits):
+    asked = {**TEXT, "stream": True}
+    slow, often = mock(mock_prefill_s=0.4), limits(ping_interval_s=0.1)
+    with serve(slow, limits=often) as server, server.http() as http:
+        text = http.post("/v1/completions", json=asked).text
+        assert text.startswith(": ping\n\n") and text.endswith("data: [DONE]\n\n")
+        assert text.count(": ping") < 10
+        assert len(list(server.client().completions.create(**asked))) == 3
+        refused = http.post("/v1/completions", json={**asked, "n": 0})
+        assert refused.status_code == 400
+
+
 def test_readiness_tells_of_each_role(serve, mock, eventually):
     with serve(mock()) as server, server.http() as http:
         body = http.get("/ready").json()

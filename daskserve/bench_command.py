@@ -258,14 +258,18 @@ def _offered(given: dict[str, Any]) -> Offered:
 
 
 def _workload(given: dict[str, Any]) -> Workload:
+    from daskserve.bench.offered import first_seconds
+
     rate, duration_s, num_requests = given["rate"], given["duration"], given["requests"]
-    if duration_s is not None:
-        if num_requests is not None:
-            raise ConfigError("give --requests or --duration, not both")
-        if rate is None or math.isinf(rate):
-            raise ConfigError("--duration needs --rate, a finite one")
-        num_requests = max(1, round(rate * duration_s))
     offered = _offered(given)
-    if num_requests is None and offered.arrivals is not None:
-        num_requests = _NUM_REQUESTS
-    return offered.at(rate, num_requests)
+    if duration_s is None:
+        if num_requests is None and offered.arrivals is not None:
+            num_requests = _NUM_REQUESTS
+        return offered.at(rate, num_requests)
+    if num_requests is not None:
+        raise ConfigError("give --requests or --duration, not both")
+    if rate == math.inf:
+        raise ConfigError("--duration needs a finite --rate")
+    if offered.arrivals is None:
+        return first_seconds(offered.at(rate, None), duration_s)
+    return offered.at(rate, max(1, round((rate or 0) * duration_s)))

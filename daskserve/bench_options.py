@@ -36,13 +36,21 @@ target_options = options(
     ),
 )
 load_options = options(
-    click.option("--rate", type=float, help="Requests/s; inf sends all at once."),
-    click.option("--requests", type=click.IntRange(1), help="How many  [default: 200]"),
+    click.option(
+        "--rate",
+        type=float,
+        help="Requests/s; inf sends all at once  [default: that of the file]",
+    ),
+    click.option(
+        "--requests",
+        type=click.IntRange(1),
+        help="How many  [default: 200, or all of the file]",
+    ),
     click.option(
         "--duration",
         type=click.FloatRange(0, min_open=True),
         metavar="SECONDS",
-        help="Instead of --requests: so long at the rate.",
+        help="Instead of --requests: those that arrive in so long.",
     ),
     click.option(
         "--arrivals",

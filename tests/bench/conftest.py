@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
 import threading
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -62,7 +63,7 @@ def scripted() -> Callable[[Answer], Any]:
     """``async with scripted(answer) as url``: every request is given to ``answer``."""
 
     @asynccontextmanager
-    async def start(answer: Answer):
+    async def start(answer: Answer, tls: ssl.SSLContext | None = None):
         async def on_connection(reader, writer):
             try:
                 while head := await reader.readuntil(b"\r\n\r\n"):
@@ -76,9 +77,10 @@ def scripted() -> Callable[[Answer], Any]:
             finally:
                 writer.close()
 
-        server = await asyncio.start_server(on_connection, "127.0.0.1", 0)
+        server = await asyncio.start_server(on_connection, "127.0.0.1", 0, ssl=tls)
+        scheme = "https" if tls else "http"
         try:
-            yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+            yield f"{scheme}://127.0.0.1:{server.sockets[0].getsockname()[1]}"
         finally:
             server.close()
 

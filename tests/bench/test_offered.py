@@ -5,7 +5,13 @@ import math
 import numpy as np
 import pytest
 
-from daskserve.bench.offered import Constant, Lengths, Offered, arrival_process
+from daskserve.bench.offered import (
+    Constant,
+    Lengths,
+    Offered,
+    arrival_process,
+    first_seconds,
+)
 from daskserve.errors import ConfigError
 from daskserve.planner.workload import Workload
 
@@ -47,6 +53,7 @@ def test_a_trace_keeps_its_pattern_at_another_rate():
     own = Offered(trace, None, 0)
     assert own.at(None, None).arrays()[0].tolist() == [0.0, 1.0, 4.0]
     assert own.at(1.0, 2).arrays()[0] == pytest.approx([0.0, 0.5])
+    assert first_seconds(own.at(None, None), 2.0).arrays()[1].tolist() == [1, 2]
     drawn = Offered(trace, Constant(), 0).at(10.0, 100)
     assert {(2, 5)} <= set(zip(*(v.tolist() for v in drawn.arrays()[1:]), strict=True))
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 import socket
+import ssl
 import statistics
+import subprocess
 
 import pytest
 
@@ -16,6 +19,7 @@ from daskserve.bench.run import OpenLoop
 from daskserve.bench.target import Target
 from daskserve.bench.watch import Watch
 from daskserve.core.slo import SLO
+from daskserve.errors import ConfigError
 from daskserve.planner.workload import Workload
 
 USAGE = {"prompt_tokens": 9, "completion_tokens": 3}
@@ -56,8 +60,8 @@ def answers(head, as_chunk):
     return make
 
 
-async def run(url, arrivals, *, timeout_s=5.0, watch=None, stop=None, max_tokens=3):
-    target = Target(url, "m")
+async def run(url, arrivals, *, timeout_s=5.0, watch=None, stop=None, max_tokens=3, **given):
+    target = Target(url, "m", **given)
     connections = Connections(target)
     loop = OpenLoop(target, connections, RandomTokens(0), timeout_s, stop or asyncio.Event())
     count = len(arrivals)
@@ -213,3 +217,22 @@ async def test_a_watched_run_that_meets_its_limits_is_left_alone(scripted, answe
     async with scripted(answers(SOUND)) as url:
         records, _ = await run(url, [0.01 * n for n in range(30)], watch=Watch(slo, 30))
     assert [record.status for record in records] == [OK] * 30
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl is not installed")
+async def test_tls_needs_the_authority_of_the_server(scripted, answers, tmp_path):
+    cert, tls_key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    command = (
+        "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 "
+        f"-subj /CN=127.0.0.1 -addext subjectAltName=IP:127.0.0.1 -out {cert} -keyout {tls_key}"
+    )
+    subprocess.run(command.split(), check=True, capture_output=True)
+    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    tls.load_cert_chain(cert, tls_key)
+    async with scripted(answers(SOUND), tls) as url:
+        [trusted], _ = await run(url, [0.0], ca_file=str(cert))
+        [unknown], _ = await run(url, [0.0])
+    assert trusted.status == OK
+    assert unknown.status == "unreachable" and "certificate" in unknown.message.lower()
+    with pytest.raises(ConfigError, match="cannot read certificates"):
+        await run(url, [0.0], ca_file=str(tls_key))

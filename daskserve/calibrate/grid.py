@@ -116,15 +116,15 @@ LEAST_POINTS = 9
 
 FULL = Grid(
     num_rounds=7,
-    enough_s=150.0,
+    enough_s=80.0,
     most_prefill_tokens=2048,
     most_context_tokens=32_768,
-    prompt_counts=(1, 2, 4, 8, 16),
-    prompt_lengths=(16, 32, 64, 128, 256, 384, 512, 768, 1024, 1536, 2040),
+    prompt_counts=(1, 2, 4, 8),
+    prompt_lengths=(16, 32, 64, 128, 256, 512, 1024, 2040),
     batch_sizes=(1, 2, 4, 8, 16, 24, 32, 48, 64),
-    contexts=(32, 128, 256, 512, 1024),
-    hand_over_tokens=(32, 128, 256, 512, 1024, 2040),
-    num_hand_overs=12,
+    contexts=(32, 128, 512, 1024),
+    hand_over_tokens=(32, 128, 512, 1024, 2040),
+    num_hand_overs=8,
 )
 QUICK = Grid(
     num_rounds=5,

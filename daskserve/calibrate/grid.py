@@ -7,6 +7,11 @@ from dataclasses import dataclass
 
 from daskserve.core.kv import blocks_for
 from daskserve.errors import ConfigError
+from daskserve.planner.latency.calibration import Phase
+
+PHASES: tuple[Phase, Phase] = ("prefill", "decode")
+LEAST_POINTS = 9
+"""Of each phase: what is fitted and what is held out need several."""
 
 TAIL_TOKENS = 8
 """Tokens that a decode measurement adds to every context while it runs."""
@@ -26,7 +31,7 @@ class Point:
         Length of each prompt, or context of each request.
     """
 
-    phase: str
+    phase: Phase
     batch: int
     tokens: int
 
@@ -101,7 +106,7 @@ class Grid:
             and point.batch <= max_batch_size
             and point.pages(block_size) <= num_blocks
         ]
-        for phase in ("prefill", "decode"):
+        for phase in PHASES:
             left = sum(point.phase == phase for point in allowed)
             if left < LEAST_POINTS:
                 raise ConfigError(
@@ -111,8 +116,6 @@ class Grid:
                 )
         return allowed
 
-
-LEAST_POINTS = 9
 
 FULL = Grid(
     num_rounds=7,

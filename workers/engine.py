@@ -21,7 +21,7 @@ from daskserve.core.request import (
     TokenDelta,
     TokenLogprob,
 )
-from daskserve.errors import DaskserveError, EngineStepFailed, RequestCancelled
+from daskserve.errors import DaskserveError, EngineStepFailed, InstanceLost, RequestCancelled
 from daskserve.text.detokenizer import Detokenizer
 from daskserve.text.tokenizer import Tokenizer
 from daskserve.workers.admission import check_fits, usable_handle
@@ -210,7 +210,7 @@ class Engine:
         self.conclude(step, self.compute(step))
 
     def compute(self, step: Step) -> Computed:
-        """Run the model and choose the tokens; changes nothing that others look at."""
+        """Run the model and choose the tokens; changes nothing that others look at (InstanceLost)."""
         sequences = step.sequences
         self._note_start(sequences)
         try:
@@ -227,6 +227,8 @@ class Engine:
                 if s.request.params.logprobs is not None
             ]
             return Computed(tokens, logprobs(logits, asked, tokens) if asked else {})
+        except InstanceLost:  # a rank of the instance: no further step can run
+            raise
         except Exception as error:
             logger.exception("an engine step of %d requests failed", len(sequences))
             return Computed(np.empty(0, np.int64), {}, error)
@@ -308,7 +310,7 @@ class Engine:
             sequence.num_computed,
             sequence.owner,
             pages,
-            kv_digest(self.pool.words, pages),
+            kv_digest(self.pool, pages),
             self.clock(),
         )
         self.scheduler.hand_over(sequence)

@@ -8,6 +8,8 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from daskserve.core.shards import Shard
+
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
@@ -19,6 +21,11 @@ class ModelShape:
     vocab_size: int
     context_tokens: int
     eos_token_ids: frozenset[int]
+
+    @property
+    def whole(self) -> Shard:
+        """All layers and KV heads."""
+        return Shard(0, self.num_layers, 0, self.num_kv_heads)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,9 +82,11 @@ class Runner(Protocol):
 
     shape: ModelShape
     dtype: torch.dtype
+    shard: Shard
+    """What of the KV is in the bound pool; less than ``shape.whole`` where other ranks help."""
 
     def bind(self, pool_pages: torch.Tensor) -> None:
-        """Use this pool: ``[blocks + 1, layers, 2, kv_heads, block_size, head_dim]``."""
+        """Use this pool: ``[blocks + 1, layers, 2, kv_heads, block_size, head_dim]`` of the shard."""
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         """float32 logits ``[R, vocab]`` of each row's last token; writes the new tokens' KV."""

@@ -41,6 +41,7 @@ class MockRunner:
             context_tokens=tokenizer.context_tokens,
             eos_token_ids=tokenizer.eos_token_ids,
         )
+        self.shard = self.shape.whole
         self._step_s = {False: config.mock_prefill_s, True: config.mock_decode_s}
         self._letters = [
             i for letter in "abcdefghijklmnopqrstuvwxyz" for i in tokenizer.encode(letter)

@@ -33,7 +33,7 @@ async def pull_verified(
     views = pool.page_views(pages)
     async with asyncio.timeout(timeout_s):
         await pull(handle, views)
-    check = partial(kv_digest, pool.words, pages)
+    check = partial(kv_digest, pool, pages)
     is_small = sum(view.nbytes for view in views) < _INLINE_DIGEST_BYTES
     digest = check() if is_small else await asyncio.to_thread(check)
     if digest != handle.digest:

@@ -40,6 +40,7 @@ class ModelRunner:
     ) -> None:
         self.model = model
         self.shape = shape
+        self.shard = shape.whole
         self.dtype = dtype
         self.num_threads = num_threads
         self.compiled = compiled

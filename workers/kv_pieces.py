@@ -1,0 +1,40 @@
+"""KV between instances of unlike shapes: the layers and heads that one rank needs of another.
+
+A piece is contiguous, ``[pages, layers, 2, heads, block_size, head_dim]``, so that it travels like
+whole pages do; only its two ends copy in strides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from daskserve.core.shards import Shard
+from daskserve.errors import KVUnavailable
+from daskserve.workers.kv_pool import KVPool
+
+
+def piece_bytes(pool: KVPool, num_pages: int, shard: Shard) -> int:
+    """Bytes of the layers and heads of ``shard`` in so many pages."""
+    words = pool.slices.shape[-1]
+    return num_pages * shard.num_layers * 2 * shard.num_heads * words * pool.slices.itemsize
+
+
+def read_piece(pool: KVPool, page_ids: Sequence[int], shard: Shard) -> memoryview:
+    """A contiguous copy of the bytes of ``shard``, which is part of the pool's."""
+    layers, heads = shard.within(pool.shard)
+    piece = pool.slices[:, layers, :, heads][np.asarray(page_ids, dtype=np.int64)]
+    return memoryview(np.ascontiguousarray(piece).view(np.uint8).reshape(-1))
+
+
+def write_piece(pool: KVPool, page_ids: Sequence[int], shard: Shard, data: memoryview) -> None:
+    """Put a piece into its place in these pages (KVUnavailable if it is of another size)."""
+    expected = piece_bytes(pool, len(page_ids), shard)
+    if data.nbytes != expected:
+        raise KVUnavailable(f"a piece of KV has {data.nbytes} bytes, {expected} are needed")
+    layers, heads = shard.within(pool.shard)
+    target = pool.slices[:, layers, :, heads]
+    shape = (len(page_ids), *target.shape[1:])
+    piece = np.frombuffer(data, dtype=target.dtype).reshape(shape)
+    target[np.asarray(page_ids, dtype=np.int64)] = piece

@@ -28,7 +28,6 @@ from daskserve.workers.admission import check_fits, usable_handle
 from daskserve.workers.continuous import ContinuousScheduler
 from daskserve.workers.forward import Runner
 from daskserve.workers.holding import BurstBuffer
-from daskserve.workers.kv_digest import kv_digest
 from daskserve.workers.kv_pool import KVPool
 from daskserve.workers.outcome import completion, prefilled
 from daskserve.workers.prefill import PrefillScheduler
@@ -103,7 +102,9 @@ class Engine:
         self.clock_offset_s = 0.0
         self.events: list[Event] = []
         self.load = InstanceLoad(free_kv_blocks=pool.num_free)
-        self.holding = BurstBuffer(kv_layout, config.kv_lease_s, config.kv_pull_timeout_s)
+        self.holding = BurstBuffer(
+            kv_layout, config.kv_lease_s, config.kv_pull_timeout_s, pool.home
+        )
         self.scheduler: PrefillScheduler | ContinuousScheduler
         if role is Role.PREFILL:
             self.scheduler = PrefillScheduler(pool, budget_tokens, config.max_batch_size)
@@ -190,6 +191,7 @@ class Engine:
 
         Only between steps, as everything but `add_early`.
         """
+        self.pool.end_pull(owner, succeeded)
         self.scheduler.pull_ended(owner, succeeded, transfer_s)
         self.publish_load()
 
@@ -210,7 +212,13 @@ class Engine:
         self.conclude(step, self.compute(step))
 
     def compute(self, step: Step) -> Computed:
-        """Run the model and choose the tokens; changes nothing that others look at (InstanceLost)."""
+        """Run the model and choose the tokens; changes nothing that others look at.
+
+        Raises
+        ------
+        InstanceLost
+            A rank of the instance is gone: no further step can run.
+        """
         sequences = step.sequences
         self._note_start(sequences)
         try:
@@ -227,7 +235,7 @@ class Engine:
                 if s.request.params.logprobs is not None
             ]
             return Computed(tokens, logprobs(logits, asked, tokens) if asked else {})
-        except InstanceLost:  # a rank of the instance: no further step can run
+        except InstanceLost:
             raise
         except Exception as error:
             logger.exception("an engine step of %d requests failed", len(sequences))
@@ -310,7 +318,7 @@ class Engine:
             sequence.num_computed,
             sequence.owner,
             pages,
-            kv_digest(self.pool, pages),
+            self.pool.digests(pages),
             self.clock(),
         )
         self.scheduler.hand_over(sequence)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
 
 from daskserve.core.shards import Shard
+
+if TYPE_CHECKING:
+    from daskserve.workers.kv_pool import KVPool
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +88,11 @@ class Runner(Protocol):
     shard: Shard
     """What of the KV is in the bound pool; less than ``shape.whole`` where other ranks help."""
 
+    def new_pool(self, num_blocks: int, block_size: int) -> KVPool:
+        """A pool of the shard's KV with so many pages of so many tokens."""
+
     def bind(self, pool_pages: torch.Tensor) -> None:
-        """Use this pool: ``[blocks + 1, layers, 2, kv_heads, block_size, head_dim]`` of the shard."""
+        """Use this pool: the shard's ``[blocks + 1, layers, 2, heads, block_size, head_dim]``."""
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         """float32 logits ``[R, vocab]`` of each row's last token; writes the new tokens' KV."""

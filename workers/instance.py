@@ -21,7 +21,7 @@ from daskserve.errors import DaskserveError, InstanceLost
 from daskserve.workers.engine import Engine, Event, Reserved
 from daskserve.workers.engine_thread import EngineThread
 from daskserve.workers.loading import LoadModel, build_engine, load_model
-from daskserve.workers.pulling import Pull, pull_verified
+from daskserve.workers.pulling import Destination, Pull, pull_verified
 from daskserve.workers.sequence import Sequence
 
 logger = logging.getLogger(__name__)
@@ -278,8 +278,7 @@ class Instance:
         started_at = time.monotonic()
         waiter.pull_task = asyncio.create_task(
             pull_verified(
-                self.engine.pool,
-                reserved.pages,
+                Destination(reserved.owner, reserved.pages, self.engine.pool),
                 sequence.handle,
                 waiter.pull,
                 self.config.kv_pull_timeout_s,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Hashable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,6 +16,7 @@ import torch
 from daskserve.core.kv import blocks_for
 from daskserve.core.shards import Shard
 from daskserve.workers.forward import ModelShape
+from daskserve.workers.kv_digest import slice_digests
 
 SCRATCH_PAGE = 0
 """Padding rows and unused page-table entries point here; nobody owns it."""
@@ -133,6 +135,18 @@ class KVPool:
             self._free_map[page] = 1
         self.num_free += len(pages)
         del self._pages_of[owner]
+
+    def digests(self, page_ids: Sequence[int]) -> np.ndarray:
+        """Of every layer and KV head of the model, uint64 ``[layers, kv_heads]``."""
+        return slice_digests(self, page_ids)
+
+    def end_pull(self, owner: Hashable, succeeded: bool) -> None:
+        """A pull into the pages of ``owner`` is over; other ranks are told, where there are any."""
+
+    @property
+    def home(self) -> dict[str, Any]:
+        """What handles say of where the KV is, beside the head's address."""
+        return {}
 
     def page_views(self, page_ids: Sequence[int]) -> list[memoryview]:
         """Writable raw bytes of the pages in the given order; consecutive pages come merged."""

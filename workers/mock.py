@@ -15,6 +15,7 @@ import torch
 from daskserve.core.instance import EngineConfig
 from daskserve.text.tokenizer import Tokenizer
 from daskserve.workers.forward import ForwardBatch, ModelShape
+from daskserve.workers.kv_pool import KVPool
 
 _SLOT_BYTES = 8  # one int64 in the key slot of a token, one in its value slot
 
@@ -50,6 +51,9 @@ class MockRunner:
         self._weights = rng.integers(1, 2**62, (2, self.shape.context_tokens), np.int64) | 1
         self._noise = rng.standard_normal(len(self._letters)).astype(np.float32)
         self._slots: np.ndarray | None = None
+
+    def new_pool(self, num_blocks: int, block_size: int) -> KVPool:
+        return KVPool(self.shape, self.dtype, num_blocks, block_size)
 
     def bind(self, pool_pages: torch.Tensor) -> None:
         raw = pool_pages.view(torch.uint8).numpy()

@@ -95,7 +95,7 @@ class ShardMap:
         return rank % self.parallelism.tp
 
     def of_rank(self, rank: int) -> Shard:
-        """The layers and KV heads of a rank; stages differ by one layer, no rank has more than 0."""
+        """The layers and KV heads of a rank; none has more than rank 0."""
         if not 0 <= rank < self.num_ranks:
             raise InvalidParameter("rank", rank, f"must be 0..{self.num_ranks - 1}")
         pp, stage = self.parallelism.pp, self.stage_of(rank)

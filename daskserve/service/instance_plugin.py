@@ -42,6 +42,7 @@ from daskserve.service.token_sender import TokenSenders
 
 if TYPE_CHECKING:
     from daskserve.workers.instance import Instance
+    from daskserve.workers.pulling import Destination
 
 logger = logging.getLogger(__name__)
 
@@ -133,15 +134,16 @@ class InstancePlugin(WorkerPlugin):
         ts = self._worker.state.tasks.get(key)
         return ts is None or ts.state == "cancelled"
 
-    async def pull(self, handle: KVHandle, views: list[memoryview]) -> None:
+    async def pull(self, handle: KVHandle, destination: Destination) -> int:
         """Fetch the KV of a prefill into pages of this instance (KVUnavailable)."""
         await pull(
             self._worker.rpc,
             handle,
-            views,
+            destination.views,
             connect_timeout_s=self._settings.pull_connect_timeout_s,
             stall_timeout_s=self._settings.pull_stall_timeout_s,
         )
+        return 0
 
     def on_token(self, token_sink: str | None) -> Callable[[TokenDelta], None] | None:
         """Where the tokens of a request go as they come; None when nobody listens."""

@@ -106,6 +106,7 @@ class RankGroup:
         self.stage, self.tp_rank = divmod(rank, parallelism.tp)
         self._is_over = False
         self._groups: list[Any] = []
+        self._control = self._data = self._stage = None
         tp, limit = parallelism.tp, timedelta(seconds=timeout_s)
 
         def connect(name: str, own: int, size: int, on: str) -> Any:
@@ -210,7 +211,9 @@ class RankGroup:
         self._is_over = True
         for group in self._groups:
             group.abort()
+        # The sockets close with the last reference.
         self._groups.clear()
+        self._control = self._data = self._stage = None
 
     def _start(
         self, operation: Any, tensor: torch.Tensor, rank: int, tag: int

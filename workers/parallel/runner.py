@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import numpy as np
@@ -12,13 +12,14 @@ import torch
 
 from daskserve.errors import InstanceLost, ModelError
 from daskserve.workers.forward import ForwardBatch
+from daskserve.workers.kv_digest import slice_digests
 from daskserve.workers.kv_pool import KVPool
 from daskserve.workers.parallel.group import HEAD
+from daskserve.workers.parallel.head_pool import HeadPool
 from daskserve.workers.parallel.loader import vocabulary_part
 from daskserve.workers.parallel.stage import Stage
-from daskserve.workers.parallel.wire import Order, OrderLine, pack_batch, unpack_batch
+from daskserve.workers.parallel.wire import ANSWERS, Order, OrderLine, pack_batch
 
-_LOGITS = 1 << 20  # tags of logits begin here, tags of hidden states at 0
 _BEATS_PER_TIMEOUT = 3
 
 T = TypeVar("T")
@@ -34,18 +35,26 @@ class ParallelRunner:
     ----------
     stage
         Of the head.
+    addresses
+        Where KV can be pulled from, of every rank.
     on_lost
         Called once, on any thread, when the group is lost.
     """
 
     def __init__(
-        self, stage: Stage, on_lost: Callable[[InstanceLost], None] = lambda error: None
+        self,
+        stage: Stage,
+        addresses: tuple[str, ...] = (),
+        on_lost: Callable[[InstanceLost], None] = lambda error: None,
     ) -> None:
         self.stage = stage
         self.group = stage.group
+        self.addresses = addresses
+        self.parallelism = stage.group.parallelism
         self.shape, self.dtype, self.shard = stage.shape, stage.dtype, stage.shard
-        self.elapsed_s = 0.0
-        """Seconds spent in ``forward`` so far."""
+        self.bubble_shares: list[float] = []
+        """Of each stage, as of the last beat: the share of the steps' time that it waited."""
+        self._elapsed_s = 0.0
         self._orders = OrderLine(stage.group)
         self._on_lost = on_lost
         self._lost: InstanceLost | None = None
@@ -53,6 +62,10 @@ class ParallelRunner:
         self._is_closed = threading.Event()
         self._beat = threading.Thread(target=self._keep_alive, name="rank beat", daemon=True)
         self._beat.start()
+
+    def new_pool(self, num_blocks: int, block_size: int) -> KVPool:
+        """Pages of all ranks; holds those of the head."""
+        return HeadPool(self, num_blocks, block_size)
 
     def bind(self, pool_pages: torch.Tensor) -> None:
         """Use this pool for the head's shard; every rank makes one of as many blocks."""
@@ -70,11 +83,20 @@ class ParallelRunner:
         """float32 logits ``[R, vocab]`` of each row's last token; writes the new tokens' KV."""
         return self._order(Order.STEP, pack_batch(batch), lambda: self._run(batch))
 
-    def bubble_shares(self) -> list[float]:
-        """Of each stage: the share of the steps' time in which it waited for others."""
-        busy_s = self._order(Order.BUSY, (), lambda: _gather_busy(self.stage))
-        by_stage = busy_s[:: self.group.parallelism.tp]
-        return [1 - busy / max(self.elapsed_s, busy, 1e-9) for busy in by_stage]
+    def digests(self, pool: KVPool, page_ids: Sequence[int]) -> np.ndarray:
+        """Digests of pages on all ranks, uint64 ``[layers, kv_heads]`` of the model.
+
+        ``pool`` is the bound one.
+        """
+        return self._order(Order.DIGEST, page_ids, lambda: self._gather_digests(pool, page_ids))
+
+    def settle(self, order: Order, owner: int, page_ids: Sequence[int] = ()) -> None:
+        """PLACE what the followers pulled for ``owner`` into these pages, or DROP it."""
+        self._order(order, (owner, *page_ids), lambda: None)
+
+    def beat(self) -> None:
+        """Have every rank say that it lives (InstanceLost); renews ``bubble_shares``."""
+        self._order(Order.BEAT, (), self._gather_busy)
 
     def close(self) -> None:
         """End the group; the followers return."""
@@ -85,9 +107,7 @@ class ParallelRunner:
             except InstanceLost:
                 return
 
-    def _order(
-        self, order: Order, numbers: np.ndarray | tuple[int, ...], work: Callable[[], T]
-    ) -> T:
+    def _order(self, order: Order, numbers: np.ndarray | Sequence[int], work: Callable[[], T]) -> T:
         with self._turn:
             if self._lost is not None:
                 raise self._lost
@@ -101,7 +121,7 @@ class ParallelRunner:
                 self._on_lost(self._lost)
                 raise self._lost from error
             if order is Order.STEP:
-                self.elapsed_s += time.perf_counter() - started_at
+                self._elapsed_s += time.perf_counter() - started_at
             return result
 
     def _run(self, batch: ForwardBatch) -> torch.Tensor:
@@ -116,66 +136,31 @@ class ParallelRunner:
                     logits[torch.from_numpy(part.rows), where] = answer
             else:
                 received = torch.empty(batch.num_rows, len(tokens))
-                group.receive(received, rank, _LOGITS)()
+                group.receive(received, rank, ANSWERS)()
                 logits[:, where] = received
         return logits
+
+    def _gather_digests(self, pool: KVPool, page_ids: Sequence[int]) -> np.ndarray:
+        shards = self.stage.shards
+        whole = np.empty((shards.num_layers, shards.num_kv_heads), np.uint64)
+        for rank in range(shards.num_ranks):
+            shard = shards.of_rank(rank)
+            if rank == HEAD:
+                digests = slice_digests(pool, page_ids)
+            else:
+                received = torch.empty(shard.num_layers, shard.num_heads, dtype=torch.int64)
+                digests = self.group.receive(received, rank, ANSWERS)().numpy().view(np.uint64)
+            whole[shard.within(self.shape.whole)] = digests
+        return whole
+
+    def _gather_busy(self) -> None:
+        busy_s = [float(busy) for busy in self.group.gather(self.stage.busy())]
+        elapsed_s = max(self._elapsed_s, *busy_s, 1e-9)
+        self.bubble_shares = [1 - busy / elapsed_s for busy in busy_s[:: self.parallelism.tp]]
 
     def _keep_alive(self) -> None:
         while not self._is_closed.wait(self.group.timeout_s / _BEATS_PER_TIMEOUT):
             try:
-                self._order(Order.BEAT, (), self.group.barrier)
+                self.beat()
             except InstanceLost:
                 return
-
-
-class Follower:
-    """Any rank but the head: does what it is told until the head says that it is over.
-
-    Parameters
-    ----------
-    stage
-        Of this rank.
-    """
-
-    def __init__(self, stage: Stage) -> None:
-        self.stage = stage
-        self.pool: KVPool | None = None
-        self._orders = OrderLine(stage.group)
-
-    def serve(self) -> None:
-        """Blocks until the group is closed; InstanceLost when it breaks."""
-        try:
-            while self._obey(*self._orders.take()):
-                pass
-        except Exception as error:
-            raise self.stage.group.fail(error) from error
-        self.stage.group.close()
-
-    def _obey(self, order: Order, numbers: np.ndarray) -> bool:
-        stage, group = self.stage, self.stage.group
-        if order is Order.STEP:
-            self._step(unpack_batch(numbers))
-        elif order is Order.BIND:
-            num_blocks, block_size = (int(number) for number in numbers)
-            self.pool = KVPool(stage.shape, stage.dtype, num_blocks, block_size, stage.shard)
-            stage.bind(self.pool.pages)
-        elif order is Order.BEAT:
-            group.barrier()
-        elif order is Order.BUSY:
-            _gather_busy(stage)
-        return order is not Order.CLOSE
-
-    def _step(self, batch: ForwardBatch) -> None:
-        group = self.stage.group
-        answers = self.stage.run(batch)
-        if not group.is_last:
-            return
-        logits = torch.empty(batch.num_rows, answers[0][1].shape[1])
-        for part, answer in answers:
-            logits[torch.from_numpy(part.rows)] = answer
-        group.send(logits, HEAD, _LOGITS)()
-
-
-def _gather_busy(stage: Stage) -> list[float]:
-    own = torch.tensor([stage.busy_s], dtype=torch.float64)
-    return [float(busy) for busy in stage.group.gather(own)]

@@ -14,7 +14,7 @@ from daskserve.workers.forward import ForwardBatch, LayerFacts
 from daskserve.workers.kernels.cpu import ask_for_huge_pages
 from daskserve.workers.kernels.vector import LANES
 from daskserve.workers.layer_attention import LayerAttention, can_attend
-from daskserve.workers.parallel.group import HEAD, RankGroup
+from daskserve.workers.parallel.group import RankGroup
 from daskserve.workers.parallel.micro_batches import (
     MicroBatch,
     micro_batches,
@@ -51,12 +51,12 @@ class Stage:
     ) -> None:
         self.base, self.head, self.group, self.dtype = base, head, group, dtype
         self.shape = model.shape
+        self.shards = model.shards
         self.shard: Shard = model.shards.of_rank(group.rank)
         self.hidden_size: int = model.config.hidden_size
         self.num_threads = num_threads
         self.pages: torch.Tensor | None = None
-        self.busy_s = 0.0
-        """Seconds spent on micro-batches so far, waits between stages not counted."""
+        self._busy_s = 0.0
         self._facts: list[LayerFacts] | None = None
         self._compiled: LayerAttention | None = None
 
@@ -92,7 +92,7 @@ class Stage:
             hidden = arriving[tag]() if arriving else None
             started_at = time.perf_counter()
             output = self._run_part(part, hidden)
-            self.busy_s += time.perf_counter() - started_at
+            self._busy_s += time.perf_counter() - started_at
             if group.is_last:
                 answers.append((part, output))
             else:
@@ -100,6 +100,10 @@ class Stage:
         for sent in leaving:
             sent()
         return answers
+
+    def busy(self) -> torch.Tensor:
+        """float64 [1]: seconds spent on micro-batches so far, waits between stages not counted."""
+        return torch.tensor([self._busy_s], dtype=torch.float64)
 
     def _run_part(self, part: MicroBatch, hidden: torch.Tensor | None) -> torch.Tensor:
         batch = part.batch

@@ -10,6 +10,9 @@ import torch
 from daskserve.workers.forward import ForwardBatch
 from daskserve.workers.parallel.group import RankGroup
 
+ANSWERS = 1 << 20
+"""Tag of what followers answer; tags of hidden states begin at 0."""
+
 _INLINE = 2046  # numbers that the first broadcast has room for
 
 
@@ -21,9 +24,13 @@ class Order(IntEnum):
     STEP = auto()
     """Run a step: rows, tokens, width of the page table, then the arrays of the batch."""
     BEAT = auto()
-    """Say that you live."""
-    BUSY = auto()
-    """Say how long you have computed."""
+    """Say that you live, and how long you have computed."""
+    DIGEST = auto()
+    """Say the digests of these pages, by layer and head."""
+    PLACE = auto()
+    """Put what was pulled for this owner into these pages."""
+    DROP = auto()
+    """Forget what was pulled for this owner."""
     CLOSE = auto()
 
 

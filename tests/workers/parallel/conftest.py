@@ -21,8 +21,9 @@ from daskserve.text.tokenizer import Tokenizer
 from daskserve.workers.engine import Engine
 from daskserve.workers.kv_pool import KVPool
 from daskserve.workers.loading import build_engine
+from daskserve.workers.parallel.follower import Follower
 from daskserve.workers.parallel.group import join_group, open_group
-from daskserve.workers.parallel.runner import Follower, ParallelRunner
+from daskserve.workers.parallel.runner import ParallelRunner
 from daskserve.workers.parallel.start import start_rank
 
 HOST = "127.0.0.1"

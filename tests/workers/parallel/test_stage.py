@@ -15,7 +15,6 @@ from daskserve.core.placement import Parallelism
 from daskserve.errors import InvalidParameter, ModelError
 from daskserve.models.catalog import resolve
 from daskserve.workers.forward import ForwardBatch
-from daskserve.workers.kv_pool import KVPool
 from daskserve.workers.parallel.loader import read_model
 
 from .conftest import launch
@@ -44,7 +43,10 @@ CASES = {
     "llama": ("llama", WIDE | dict(attention_bias=True, mlp_bias=True)),
     "llama-tied": ("llama", WIDE | dict(tie_word_embeddings=True)),
     "mistral": ("mistral", WIDE | dict(sliding_window=19)),
-    "qwen2": ("qwen2", WIDE | dict(use_sliding_window=True, sliding_window=19, max_window_layers=1)),
+    "qwen2": (
+        "qwen2",
+        WIDE | dict(use_sliding_window=True, sliding_window=19, max_window_layers=1),
+    ),
     "qwen3": ("qwen3", WIDE),
     "opt": ("opt", OPT | dict(word_embed_proj_dim=128)),
     "opt-350m": ("opt", OPT | dict(word_embed_proj_dim=64, do_layer_norm_before=False)),
@@ -72,7 +74,7 @@ def test_logits_are_those_of_the_plain_model(case, shape, write_model):
         expected = plain(torch.from_numpy(tokens)[None]).logits[0]
     ranks = launch(EngineConfig(model=str(folder), dtype="float32", num_threads=1), shape)
     try:
-        ranks.runner.bind(KVPool(ranks.runner.shape, torch.float32, 8, 16, ranks.runner.shard).pages)
+        ranks.runner.bind(ranks.runner.new_pool(8, 16).pages)
         for start, end in [(0, 70), (70, 71), (71, 90)]:
             logits = ranks.runner.forward(batch(tokens[start:end], start, 6))
             torch.testing.assert_close(logits[0], expected[end - 1], atol=2e-3, rtol=1e-3)
@@ -105,8 +107,18 @@ def test_a_rank_holds_its_share_of_the_weights_only(shape, ranks_of):
     [
         ("tiny-random-gemma2", (2, 1), ModelError, "gemma2 cannot be served by an instance of"),
         ("tiny-random-llama", (8, 1), InvalidParameter, "tp=8 must divide the model's 4 KV heads"),
-        ("tiny-random-llama", (1, 3), InvalidParameter, "pp=3 must be at most the model's 2 layers"),
-        ("tiny-random-opt", (3, 1), InvalidParameter, "tp=3 must divide the model's ffn_dim of 128"),
+        (
+            "tiny-random-llama",
+            (1, 3),
+            InvalidParameter,
+            "pp=3 must be at most the model's 2 layers",
+        ),
+        (
+            "tiny-random-opt",
+            (3, 1),
+            InvalidParameter,
+            "tp=3 must divide the model's ffn_dim of 128",
+        ),
     ],
 )
 def test_what_cannot_be_shared_out_is_refused(model, shape, error, message):
@@ -117,10 +129,10 @@ def test_what_cannot_be_shared_out_is_refused(model, shape, error, message):
 
 def test_bubbles_are_measured(ranks_of):
     ranks = ranks_of("tiny-random-llama", 1, 2)
-    ranks.runner.bind(KVPool(ranks.runner.shape, torch.float32, 64, 16, ranks.runner.shard).pages)
+    ranks.runner.bind(ranks.runner.new_pool(64, 16).pages)
     tokens = np.random.default_rng(0).integers(3, 200, 500)
     for _ in range(5):
         ranks.runner.forward(batch(tokens, 0, 32))
-    shares = ranks.runner.bubble_shares()
-    assert len(shares) == 2
-    assert all(0 < share < 0.9 for share in shares)
+    ranks.runner.beat()
+    assert len(ranks.runner.bubble_shares) == 2
+    assert all(0 < share < 0.9 for share in ranks.runner.bubble_shares)

@@ -16,7 +16,7 @@ MODELS = ["tiny-random-llama", "tiny-random-opt"]
 SETTINGS = {
     "whole": dict(prefill_budget_tokens=64, max_batch_size=4),
     "chunked": dict(chunk_tokens=24, max_batch_size=8),
-    "preempted": dict(num_kv_blocks=16, prefill_budget_tokens=64),
+    "preempted": dict(num_kv_blocks=8),
 }
 
 
@@ -49,10 +49,11 @@ def answers(rig_type, engine, requests) -> list:
 @pytest.mark.parametrize("model", MODELS)
 def test_every_shape_equals_generate(model, shape, settings, ranks_of, rig_type, make_request):
     engine = ranks_of(model, *shape).engine(Role.COLOCATED, **SETTINGS[settings])
-    requests = [make_request(f"r{n}", n, max_tokens=14) for n in (1, 15, 17, 40, 100, 31)]
+    lengths = range(20, 26) if settings == "preempted" else (1, 15, 17, 40, 100, 31)
+    requests = [make_request(f"r{n}", n, max_tokens=30) for n in lengths]
     got = answers(rig_type, engine, requests)
     for request, answer in zip(requests, got, strict=True):
-        assert answer.token_ids == generate(model, request.prompt_token_ids, 14)
+        assert answer.token_ids == generate(model, request.prompt_token_ids, 30)
     if settings == "preempted":
         assert sum(answer.timeline.num_recomputes for answer in got) > 0
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import dask.config
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from daskserve.errors import ConfigError
 
@@ -59,6 +59,23 @@ class ServiceSettings(_Section):
     dashboard_address: str | None
 
 
+class RankSettings(_Section):
+    """``daskserve.rank``: which rank of an instance of several workers this worker is."""
+
+    instance: str | None
+    rank: int = Field(ge=0)
+    tp: int = Field(ge=1)
+    pp: int = Field(ge=1)
+
+    @model_validator(mode="after")
+    def _check(self) -> RankSettings:
+        if self.rank >= self.tp * self.pp:
+            raise ValueError(f"rank must be below tp * pp = {self.tp * self.pp}")
+        if self.instance is None and self.tp * self.pp > 1:
+            raise ValueError("instance must name which instance the rank is of")
+        return self
+
+
 class ServeSettings(_Section):
     """``daskserve.serve``: what the HTTP server takes in, and for how long."""
 
@@ -85,6 +102,7 @@ class Settings(_Section):
 
     batch: BatchSettings
     service: ServiceSettings
+    rank: RankSettings
     serve: ServeSettings
 
 

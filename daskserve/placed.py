@@ -1,38 +1,31 @@
-"""A placement file as instances on this machine: how many of each role, and their engine."""
+"""A placement file as instances on this machine: their roles and shapes, and their engine."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 from daskserve.core.instance import EngineConfig, Role
-from daskserve.core.placement import InstancePlacement, Placement
+from daskserve.core.placement import InstancePlacement, Parallelism, Placement
 from daskserve.errors import ConfigError
 
 
-def counts_of(placement: Placement) -> dict[str, int]:
-    """Instances of each role, as `Service.local` takes them.
+def shapes_of(placement: Placement) -> dict[str, list[Parallelism]]:
+    """The shapes of the instances of each role, as `Service.local` takes them.
 
     Raises
     ------
     ConfigError
-        The placement needs more than one process per instance, more than one machine, or mixes
-        colocated with other instances.
+        The placement needs more than one machine, or mixes colocated with other instances.
     """
-    for number, instance in enumerate(placement.instances, start=1):
-        if instance.parallelism.num_gpus > 1:
-            raise ConfigError(
-                f"instance {number} of the placement is {instance.parallelism}; an instance here "
-                "is one process on one device: plan with TP1xPP1"
-            )
     if placement.num_nodes > 1:
         raise ConfigError(
             f"the placement spans {placement.num_nodes} nodes, this command starts instances on "
             "one: start the workers there and give --scheduler"
         )
-    counts = {role.value.lower(): placement.num_instances(role) for role in Role}
-    if counts["colocated"] and counts["prefill"]:
+    shapes = {role.value.lower(): [i.parallelism for i in placement.of_role(role)] for role in Role}
+    if shapes["colocated"] and shapes["prefill"]:
         raise ConfigError("the placement mixes COLOCATED with PREFILL and DECODE instances")
-    return counts
+    return shapes
 
 
 def engine_of(placement: Placement, config: EngineConfig) -> EngineConfig:

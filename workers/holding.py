@@ -57,6 +57,11 @@ class BurstBuffer:
         self._held: dict[str, _Held] = {}
         self._lock = threading.Lock()
 
+    @property
+    def followers(self) -> tuple[str, ...]:
+        """Dask addresses of this instance's ranks but the head."""
+        return self._home.get("ranks", ())[1:]
+
     def __len__(self) -> int:
         return len(self._held)
 

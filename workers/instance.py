@@ -17,6 +17,7 @@ from typing import Any
 from daskserve.core.instance import EngineConfig, InstanceInfo, InstanceLoad, Role
 from daskserve.core.kv import KVHandle
 from daskserve.core.request import Completion, Prefilled, Request, TokenDelta
+from daskserve.core.shards import Shard
 from daskserve.errors import DaskserveError, InstanceLost
 from daskserve.workers.engine import Engine, Event, Reserved
 from daskserve.workers.engine_thread import EngineThread
@@ -171,6 +172,14 @@ class Instance:
         self._require(Role.PREFILL)
         pages = self.engine.holding.pin(handle, self.engine.clock())
         return self.engine.pool.page_views(pages)
+
+    def pin_part(self, handle: KVHandle, shard: Shard) -> tuple[tuple[int, ...], int]:
+        """Pages of the held KV, pinned as by `export`, and the digest of these layers and heads.
+
+        Any thread; KVUnavailable as `export`.
+        """
+        self._require(Role.PREFILL)
+        return self.engine.holding.pin_piece(handle, shard, self.engine.clock())
 
     def keep(self, request_ids: Iterable[str]) -> None:
         """Renew the leases of held KV whose decode still waits its turn. Any thread."""

@@ -49,6 +49,13 @@ def slice_digests(pool: KVPool, page_ids: Sequence[int], shard: Shard | None = N
     return _digests(pool.slices, ids, bounds, pool.shard.first_layer, pool.shard.first_head)
 
 
+def words_digest(words: np.ndarray, shard: Shard) -> int:
+    """Digest of uint64 ``[pages, layers, 2, heads, words]`` that are this part of the model."""
+    ids = np.arange(len(words), dtype=np.int64)
+    bounds = np.array([0, shard.num_layers, 0, shard.num_heads])
+    return summed(_digests(words, ids, bounds, shard.first_layer, shard.first_head))
+
+
 def summed(digests: np.ndarray) -> int:
     """Digest of several layers and heads together."""
     return int(digests.sum(dtype=np.uint64))

@@ -12,6 +12,7 @@ import numpy as np
 
 from daskserve.core.shards import Shard
 from daskserve.errors import KVUnavailable
+from daskserve.workers.kv_digest import words_digest
 from daskserve.workers.kv_pool import KVPool
 
 
@@ -28,6 +29,11 @@ def read_piece(pool: KVPool, page_ids: Sequence[int], shard: Shard) -> memoryvie
     return memoryview(np.ascontiguousarray(piece).view(np.uint8).reshape(-1))
 
 
+def piece_digest(pool: KVPool, data: memoryview, shard: Shard) -> int:
+    """Digest of a piece as it travels; that of the pages that it was read from."""
+    return words_digest(_as_words(pool, data, shard), shard)
+
+
 def write_piece(pool: KVPool, page_ids: Sequence[int], shard: Shard, data: memoryview) -> None:
     """Put a piece into its place in these pages (KVUnavailable if it is of another size)."""
     expected = piece_bytes(pool, len(page_ids), shard)
@@ -35,6 +41,9 @@ def write_piece(pool: KVPool, page_ids: Sequence[int], shard: Shard, data: memor
         raise KVUnavailable(f"a piece of KV has {data.nbytes} bytes, {expected} are needed")
     layers, heads = shard.within(pool.shard)
     target = pool.slices[:, layers, :, heads]
-    shape = (len(page_ids), *target.shape[1:])
-    piece = np.frombuffer(data, dtype=target.dtype).reshape(shape)
-    target[np.asarray(page_ids, dtype=np.int64)] = piece
+    target[np.asarray(page_ids, dtype=np.int64)] = _as_words(pool, data, shard)
+
+
+def _as_words(pool: KVPool, data: memoryview, shard: Shard) -> np.ndarray:
+    shape = (-1, shard.num_layers, 2, shard.num_heads, pool.slices.shape[-1])
+    return np.frombuffer(data, dtype=pool.slices.dtype).reshape(shape)

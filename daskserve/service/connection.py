@@ -149,11 +149,23 @@ class Connection:
                     f"{report['role']} instance on {report['address']}: {report['error']}"
                 )
             if report["config_id"] != config_id(self._config):
+                _refuse_other_kv(report, self._config)
                 raise ClusterError(
                     f"{report['address']} already runs an instance with another EngineConfig"
                     f" ({report['info'].get('model', 'loading')}); close the service that"
                     " started it or use the same config"
                 )
+
+
+def _refuse_other_kv(report: dict[str, Any], config: EngineConfig) -> None:
+    """KV cannot go between instances that keep it differently: say in what they differ."""
+    for name in ("dtype", "block_size"):
+        theirs, ours = report["info"].get(name), getattr(config, name)
+        if theirs is not None and theirs != ours:
+            raise ClusterError(
+                f"{report['address']} runs an instance with {name}={theirs}, this service has"
+                f" {name}={ours}: KV cannot go between them; use the same {name}"
+            )
 
 
 def _is_colocated(workers: dict[str, str]) -> bool:

@@ -56,13 +56,24 @@ def open_group(
     return Meeting(host, port), store
 
 
-def join_group(meeting: Meeting, timeout_s: float) -> dist.TCPStore:
-    """A follower's view of the head's store (InstanceLost)."""
+def join_group(meeting: Meeting, rank: int, timeout_s: float) -> dist.TCPStore:
+    """A follower's view of the head's store; each rank may join once.
+
+    Raises
+    ------
+    InstanceLost
+        There is no head any more, or this group has had such a rank: the next one will be ours.
+    """
     limit = timedelta(seconds=timeout_s)
+    where = f"{meeting.host}:{meeting.port}"
     try:
-        return dist.TCPStore(meeting.host, meeting.port, is_master=False, timeout=limit)
+        store = dist.TCPStore(meeting.host, meeting.port, is_master=False, timeout=limit)
+        is_taken = store.add(f"joined/{rank}", 1) > 1
     except RuntimeError as error:
-        raise InstanceLost(f"no head at {meeting.host}:{meeting.port}: {error}") from error
+        raise InstanceLost(f"no head at {where}: {error}") from error
+    if is_taken:
+        raise InstanceLost(f"rank {rank} of the group at {where} is taken")
+    return store
 
 
 class RankGroup:
@@ -82,6 +93,8 @@ class RankGroup:
         Where the tensors are: ``cpu`` connects through gloo, ``cuda`` through NCCL too.
     timeout_s
         Most seconds without an answer of another rank.
+    assembly_s
+        Most seconds until all ranks are here.
 
     Raises
     ------
@@ -98,15 +111,19 @@ class RankGroup:
         host: str,
         device: str = "cpu",
         timeout_s: float,
+        assembly_s: float,
     ) -> None:
         self.store = store
         self.parallelism = parallelism
         self.rank = rank
         self.timeout_s = timeout_s
         self.stage, self.tp_rank = divmod(rank, parallelism.tp)
+        self.has_failed_rank = False
+        """Whether the group is over because a rank raised something, not because it is gone."""
         self._is_over = False
         self._groups: list[Any] = []
         self._control = self._data = self._stage = None
+        self.meet("here", assembly_s)
         tp, limit = parallelism.tp, timedelta(seconds=timeout_s)
 
         def connect(name: str, own: int, size: int, on: str) -> Any:
@@ -189,6 +206,16 @@ class RankGroup:
                     raise ConnectionError("another rank gave up")
                 time.sleep(_POLL_S)
 
+    def share(self, name: str, text: str) -> None:
+        """Tell the other ranks something; `shared` reads it after a `meet`."""
+        with self.watched():
+            self.store.set(f"{name}/{self.rank}", text)
+
+    def shared(self, name: str) -> tuple[str, ...]:
+        """What each rank told."""
+        with self.watched():
+            return tuple(self.store.get(f"{name}/{r}").decode() for r in range(self.num_ranks))
+
     @contextmanager
     def watched(self) -> Iterator[None]:
         """Turns what a broken connection raises inside into ``InstanceLost`` and ends the group."""
@@ -259,6 +286,7 @@ class RankGroup:
             return [f"rank {HEAD} is dead"]
         suspects = [(rank, text) for rank, text in enumerate(words) if text != _NOTICED]
         failed = [f"rank {rank} failed: {text}" for rank, text in suspects if text]
+        self.has_failed_rank = bool(failed)
         return failed or [f"rank {rank} is dead or silent" for rank, _ in suspects]
 
 

@@ -9,10 +9,13 @@ import torch.distributed as dist
 
 from daskserve.core.instance import EngineConfig
 from daskserve.core.placement import Parallelism
+from daskserve.errors import InstanceLost, ModelError
 from daskserve.models.catalog import resolve
 from daskserve.workers.parallel.group import RankGroup
 from daskserve.workers.parallel.loader import load_stage, read_model
 from daskserve.workers.parallel.stage import Stage
+
+ADDRESS = "address"
 
 
 def start_rank(
@@ -22,6 +25,7 @@ def start_rank(
     store: dist.Store,
     *,
     host: str,
+    address: str,
     load_timeout_s: float,
 ) -> Stage:
     """Join the group, load this rank's weights and wait until all ranks have done so.
@@ -37,15 +41,17 @@ def start_rank(
         Of `open_group` or `join_group`.
     host
         Address of this host that the other ranks reach.
+    address
+        Where the KV of this rank can be pulled from; see `RankGroup.shared`.
     load_timeout_s
-        Most seconds until all ranks have their weights.
+        Most seconds until all ranks are there, and again until all have their weights.
 
     Raises
     ------
     ModelError, InvalidParameter
-        The model does not run in this shape, or its files do not fit.
+        The model does not run in this shape, or its files do not fit, here or on another rank.
     InstanceLost
-        Another rank failed or never came; the error names it.
+        Another rank is gone or never came; the error names it.
     """
     model = read_model(resolve(config.model), parallelism)
     group = RankGroup(
@@ -55,6 +61,7 @@ def start_rank(
         host=host,
         device=config.device,
         timeout_s=config.rank_timeout_s,
+        assembly_s=load_timeout_s,
     )
     num_threads = config.num_threads or len(os.sched_getaffinity(0))
     try:
@@ -62,5 +69,11 @@ def start_rank(
     except Exception as error:
         group.fail(error)
         raise
-    group.meet("loaded", load_timeout_s)
+    try:
+        group.share(ADDRESS, address)
+        group.meet("loaded", load_timeout_s)
+    except InstanceLost as error:
+        if group.has_failed_rank:
+            raise ModelError(str(error)) from error
+        raise
     return stage

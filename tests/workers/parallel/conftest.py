@@ -60,13 +60,13 @@ class Ranks:
 
 def launch(config: EngineConfig, shape: Parallelism, timeout_s: float = 20) -> Ranks:
     meeting, store = open_group(shape, HOST, timeout_s)
-    common = dict(host=HOST, load_timeout_s=timeout_s)
+    common = dict(host=HOST, address="here", load_timeout_s=timeout_s)
     followers: dict[int, Follower] = {}
     errors: dict[int, BaseException] = {}
 
     def follow(rank: int) -> None:
         try:
-            own = join_group(meeting, timeout_s)
+            own = join_group(meeting, rank, timeout_s)
             followers[rank] = Follower(start_rank(config, shape, rank, own, **common))
             followers[rank].serve()
         except BaseException as error:

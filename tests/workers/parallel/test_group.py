@@ -25,8 +25,8 @@ def groups_of(shape: Parallelism, timeout_s: float = 1.0) -> list[RankGroup]:
     groups: dict[int, RankGroup] = {}
 
     def join(rank: int) -> None:
-        own = store if rank == 0 else join_group(meeting, 5)
-        groups[rank] = RankGroup(own, shape, rank, host=HOST, timeout_s=timeout_s)
+        own = store if rank == 0 else join_group(meeting, rank, 5)
+        groups[rank] = RankGroup(own, shape, rank, host=HOST, timeout_s=timeout_s, assembly_s=5)
 
     on_all(shape.num_gpus, join)
     return [groups[rank] for rank in range(shape.num_gpus)]
@@ -123,10 +123,20 @@ def test_a_rank_that_fails_says_why():
         assert "TP2xPP1 is lost: rank 1 failed: ValueError: no such weight" in str(error)
 
 
+def test_a_rank_joins_a_group_once():
+    meeting, store = open_group(Parallelism(2, 1), HOST, 5)
+    join_group(meeting, 1, 5)
+    with pytest.raises(InstanceLost, match="rank 1 of the group at .* is taken"):
+        join_group(meeting, 1, 5)
+    del store
+    with pytest.raises(InstanceLost, match="no head at"):
+        join_group(meeting, 1, 0.5)
+
+
 def test_a_follower_that_never_comes_is_an_error_in_time():
     _, store = open_group(Parallelism(2, 1), HOST, 0.5)
     with pytest.raises(InstanceLost, match="rank 1 is dead or silent"):
-        RankGroup(store, Parallelism(2, 1), 0, host=HOST, timeout_s=0.5)
+        RankGroup(store, Parallelism(2, 1), 0, host=HOST, timeout_s=0.5, assembly_s=0.5)
 
 
 def test_an_instance_that_loses_a_rank_is_lost_when_it_computes_and_when_it_idles():

@@ -19,6 +19,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import numpy as np
 
@@ -37,7 +38,14 @@ from daskserve.planner.distserve import (
 )
 from daskserve.planner.goodput import Goodput, goodput
 from daskserve.planner.hardware import Cluster, gpu_named
-from daskserve.planner.latency import DistServeA100, Roofline
+from daskserve.planner.latency import (
+    DistServeA100,
+    Roofline,
+    fit_efficiencies,
+    median_error,
+    read_profile,
+)
+from daskserve.planner.latency.fit import Measured
 from daskserve.planner.model_spec import ModelSpec
 from daskserve.planner.options import evaluator_for
 from daskserve.planner.plan_request import PlanRequest
@@ -238,6 +246,43 @@ def algorithm_1_search(quick: bool) -> list[Figure]:
     ]
 
 
+# Step latency on measured GPUs ------------------------------------------------------------------
+
+MEASURED = {"H100": ("h100_sxm", "vllm"), "H200": ("h200_sxm", "trtllm")}
+LABELS = {"llama-3.1-8b": "Meta-Llama-3.1-8B", "llama-3.1-70b": "Meta-Llama-3.1-70B"}
+
+
+def step_latency(quick: bool) -> list[Figure]:
+    """Median errors: fitted on one system and backend, judged on the other; and the defaults."""
+    beside = Path(__file__).resolve().parents[2] / "shared" / "data" / "silicon"
+    path = Path(os.environ.get("DASKSERVE_STEP_LATENCY", beside / "step_latency.csv"))
+    if not path.is_file():
+        print(f"no measured step times at {path}: set DASKSERVE_STEP_LATENCY to a copy")
+        return []
+    rows = {gpu: _measured(path, gpu) for gpu in MEASURED}
+    figures = []
+    for seen, unseen in (("H100", "H200"), ("H200", "H100")):
+        fitted = Roofline(fit_efficiencies(rows[seen]))
+        for phase in ("prefill", "decode"):
+            error = 100 * median_error(fitted, rows[unseen], phase)
+            figures.append(Figure(f"fitted_on_{seen}_{phase}_of_{unseen}", error, "%", 10.0))
+            error = 100 * median_error(Roofline(), rows[unseen], phase)
+            figures.append(Figure(f"defaults_{phase}_of_{unseen}", error, "%", 15.0))
+    return figures
+
+
+def _measured(path: Path, gpu: str) -> list[Measured]:
+    system, backend = MEASURED[gpu]
+    return [
+        (
+            ModelSpec.load(name),
+            gpu_named(gpu),
+            read_profile(path, system=system, backend=backend, model=label),
+        )
+        for name, label in LABELS.items()
+    ]
+
+
 # ------------------------------------------------------------------------------------------------
 
 COMPILED: dict[str, Callable[[], None]] = {
@@ -250,6 +295,7 @@ SECTIONS: list[Callable[[bool], list[Figure]]] = [
     simulator_speed,
     simulator_day,
     algorithm_1_search,
+    step_latency,
 ]
 
 

@@ -6,7 +6,8 @@ takes 100 ms; the client is a bare socket that notes when each event comes.
 1. Light load, one request at a time: time to first token beyond the prefill step, and time per
    output token beyond the decode step.
 2. 100 streams at once: the 99th percentile of the gaps between tokens, in steps. The first gap of
-   each stream holds the KV transfer and the wait for a running step to end; it is one of the gaps.
+   each stream holds the KV transfer and the wait for a running step to end: it is one of the gaps,
+   and its median stands beside.
 3. A capacity of 20 requests/s, offered at rates around it and then at five times as much, Poisson
    arrivals: goodput (answers within the SLO per second) against its peak, and how long a refusal
    takes.
@@ -150,13 +151,13 @@ async def together(port: int, num_tokens: int) -> dict[str, float]:
     gaps = [[b - a for a, b in pairwise(e.token_times)] for e in exchanges]
     return {
         "gap_p99": np.percentile(np.concatenate(gaps), 99) / STEP_S,
-        "later_gap_p99": np.percentile([g for own in gaps for g in own[1:]], 99) / STEP_S,
+        "first_gap": np.median([own[0] for own in gaps]) / STEP_S,
     }
 
 
-async def overload(port: int, seconds: float) -> dict[str, float]:
+async def overload(port: int, factors: tuple[float, ...], seconds: float) -> dict[str, float]:
     goodputs = {}
-    for factor in (0.7, 0.85, 1.0, 5.0):
+    for factor in factors:
         exchanges = await offer(port, factor * CAPACITY_PER_S, seconds, seed=int(10 * factor))
         good = sum(exchange.is_good for exchange in exchanges)
         lasted_s = max(e.ended_at for e in exchanges) - min(e.sent_at for e in exchanges)
@@ -166,9 +167,10 @@ async def overload(port: int, seconds: float) -> dict[str, float]:
             f"offered {factor * CAPACITY_PER_S:5.1f}/s: {len(exchanges)} requests, "
             f"{len(refused)} refused, {good} within the SLO, goodput {good / lasted_s:.2f}/s"
         )
+    peak = max(goodputs[factor] for factor in factors if factor <= 1)
     return {
-        "peak": max(goodputs.values()),
-        "kept": goodputs[5.0] / max(goodputs.values()),
+        "peak": peak,
+        "kept": goodputs[5.0] / peak,
         "refusal_p99": 1e3 * np.percentile(refused, 99),
         "refusal_p50": 1e3 * np.median(refused),
     }
@@ -183,16 +185,17 @@ def main() -> None:
     if given.serve:
         return serve(given.serve, given.slo)
     with server(100) as port:
-        alone = asyncio.run(light(port, 6 if given.quick else 30))
-        many = asyncio.run(together(port, 60 if given.quick else 150))
+        alone = asyncio.run(light(port, 5 if given.quick else 30))
+        many = asyncio.run(together(port, 120 if given.quick else 200))
     with server(SLOTS, "--slo") as port:
-        loaded = asyncio.run(overload(port, 5 if given.quick else 20))
+        factors = (1.0, 5.0) if given.quick else (0.7, 0.85, 1.0, 5.0)
+        loaded = asyncio.run(overload(port, factors, 10 if given.quick else 20))
     figures = [
         ("http_ttft_added_p50", alone["ttft_added"], "ms", 5, "most"),
         ("http_token_added_p50", alone["token_added"], "ms", 2, "most"),
         ("http_tpot_added_p50", alone["tpot_added"], "ms", None, ""),
         ("http_100_streams_gap_p99", many["gap_p99"], "steps", 1.5, "most"),
-        ("http_100_streams_later_gap_p99", many["later_gap_p99"], "steps", None, ""),
+        ("http_100_streams_first_gap_p50", many["first_gap"], "steps", None, ""),
         ("http_goodput_peak", loaded["peak"], "requests/s", None, ""),
         ("http_goodput_kept_at_5x", loaded["kept"], "of the peak", 0.9, "least"),
         ("http_refusal_p50", loaded["refusal_p50"], "ms", None, ""),

@@ -3,142 +3,58 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from daskserve.command_options import options, slo_of, slo_options
+from daskserve.bench_options import answer_options, load_options, target_options
+from daskserve.command_options import slo_of, slo_options
 from daskserve.errors import ConfigError
 
 if TYPE_CHECKING:
+    from contextlib import AbstractAsyncContextManager
+
     from daskserve.bench.offered import Offered
     from daskserve.bench.prompts import Prompts
+    from daskserve.bench.results import Results
+    from daskserve.bench.session import Session
     from daskserve.bench.target import Target
+    from daskserve.core.slo import SLO
     from daskserve.planner.workload import Workload
 
+_SEARCH_S, _LONGEST = 30.0, 10
+"""Seconds of one run of a search, and how many times that a run of few requests may last."""
+
+_TOLERANCE = 0.05
 _NUM_REQUESTS, _PROMPT_TOKENS, _OUTPUT_TOKENS = 200, "512", "128"
 _FAILED_REQUESTS = 3
 _INTERRUPTED = 130
 
-_target_options = options(
-    click.option(
-        "--url",
-        default="http://127.0.0.1:8000",
-        show_default=True,
-        help="Of the server, with or without /v1.",
-    ),
-    click.option("--model", default="", help="As the server calls it  [default: the one it has]"),
-    click.option(
-        "--endpoint",
-        type=click.Choice(("completions", "chat")),
-        default="completions",
-        show_default=True,
-        help="/v1/completions or /v1/chat/completions; answers are streamed.",
-    ),
-    click.option(
-        "--api-key-file",
-        metavar="PATH",
-        help="The first line is the key. Without it the environment variable OPENAI_API_KEY.",
-    ),
-    click.option("--ca-file", metavar="PATH", help="PEM of your own authority, for https."),
-    click.option(
-        "--ready-timeout",
-        type=click.FloatRange(0),
-        default=0.0,
-        metavar="SECONDS",
-        help="Wait so long for a server that starts  [default: not at all]",
-    ),
-)
-_load_options = options(
-    click.option("--rate", type=float, help="Requests/s; inf sends all at once."),
-    click.option("--requests", type=click.IntRange(1), help="How many  [default: 200]"),
-    click.option(
-        "--duration",
-        type=click.FloatRange(0, min_open=True),
-        metavar="SECONDS",
-        help="Instead of --requests: so long at the rate.",
-    ),
-    click.option(
-        "--arrivals",
-        type=click.Choice(("poisson", "gamma", "constant", "workload")),
-        help="workload: those of the file  [default: workload if it has times, else poisson]",
-    ),
-    click.option(
-        "--burstiness",
-        type=float,
-        default=1.0,
-        help="Of --arrivals gamma, as in vLLM: 1 is Poisson, less is burstier.",
-    ),
-    click.option(
-        "--workload",
-        "workload_path",
-        metavar="FILE",
-        help="Lengths and arrivals of a trace, as daskserve plan reads it.",
-    ),
-    click.option("--prompt-tokens", metavar="N[-M]", help="Instead of a file  [default: 512]"),
-    click.option("--output-tokens", metavar="N[-M]", help="Tokens to ask for  [default: 128]"),
-    click.option(
-        "--prompt-file",
-        metavar="PATH",
-        help="Prompts, one a line in turn: text, or .jsonl with prompt or messages. "
-        "Otherwise random tokens; for --endpoint chat random words, each about a token.",
-    ),
-    click.option(
-        "--token-ids",
-        metavar="LOW-HIGH",
-        default="100-250",
-        show_default=True,
-        help="Random tokens are of these ids: give the model's own range for realistic experts.",
-    ),
-    click.option(
-        "--ignore-eos/--stop-at-eos",
-        default=True,
-        show_default=True,
-        help="Always ask for all output tokens (vLLM and daskserve know it).",
-    ),
-    click.option("--temperature", type=float, default=0.0, help="Of the sampling  [default: 0]"),
-    click.option("--seed", type=click.IntRange(0), default=0, help="Same seed, same load."),
-    click.option(
-        "--timeout",
-        type=click.FloatRange(0, min_open=True),
-        default=600.0,
-        show_default=True,
-        metavar="SECONDS",
-        help="An answer that takes longer failed.",
-    ),
-)
-
 
 @click.command("bench")
-@_target_options
-@_load_options
+@target_options
+@load_options
 @slo_options
-@click.option(
-    "--instances",
-    type=click.IntRange(1),
-    help="For figures per instance [default: what a daskserve server says]",
-)
-@click.option(
-    "-o",
-    "--output",
-    metavar="FILE",
-    help="Write every request as NetCDF (.nc); daskserve plan --workload reads it.",
-)
-@click.option("--quiet", is_flag=True, help="No progress.")
+@answer_options
 def bench_command(**given: Any) -> None:
     """Put load on an OpenAI-compatible server and measure what it makes of it.
 
     Requests leave at their arrival times whatever the server does (an open loop), from this one
-    process; how late it was itself is printed too.
+    process; how late it was itself is printed too. TTFT, TPOT and the other lines mean what they
+    mean in vLLM's bench serve. A request that failed has missed every limit.
 
     \b
       daskserve bench --rate 4 --requests 200 --prompt-tokens 512 --output-tokens 128
       daskserve bench --rate 4 --duration 60 --slo-ttft 0.5 --slo-tpot 0.1
+      daskserve bench --find-goodput --slo-ttft 0.5 --slo-tpot 0.1
       daskserve bench --url http://gpu7:8000 --workload trace.csv --rate 20
 
     \b
-    Exit codes: 0 all requests were answered, 3 some failed, 1 the server cannot be used,
-    130 stopped by Ctrl-C (what was measured is printed).
+    Exit codes: 0 all requests were answered (or a goodput was found), 3 some failed (or no
+    rate meets the limits), 1 the server cannot be used, 130 stopped by Ctrl-C (what was
+    measured is printed).
     """
     try:
         import httpx  # noqa: F401
@@ -146,35 +62,142 @@ def bench_command(**given: Any) -> None:
         raise ConfigError("daskserve bench needs httpx: pip install daskserve[bench]") from None
     import asyncio
 
-    raise SystemExit(asyncio.run(_bench(given)))
+    slo = slo_of(given)
+    if slo is not None:
+        slo = replace(slo, attainment=given["attainment"])
+    _check_output(given["output"])
+    given["slo_scales"] = _scales(given["slo_scales"])
+    if given["recorded"]:
+        code = _show_recorded(given, slo)
+    elif given["find_goodput"]:
+        code = asyncio.run(_find_goodput(given, slo))
+    else:
+        code = asyncio.run(_bench(given, slo))
+    raise SystemExit(code)
 
 
-async def _bench(given: dict[str, Any]) -> int:
+async def _bench(given: dict[str, Any], slo: SLO | None) -> int:
     from daskserve.bench.results import Results
-    from daskserve.bench.session import opened
-    from daskserve.bench.summary import Summary, failure_lines
+    from daskserve.bench.summary import failure_lines
 
-    slo, prompts = slo_of(given), _prompts(given)
+    for name in ("max_rate", "tolerance"):
+        if given[name] is not None:
+            raise ConfigError(f"--{name.replace('_', '-')} goes with --find-goodput")
     workload = _workload(given)
-    async with opened(
+    async with _opened(given) as session:
+        records, lag = await session.loop.run(workload)
+    results = Results.of([records], session.loop.started_unix_s)
+    _show(given, results, slo, given["rate"], session.num_instances)
+    for line in (*failure_lines(records), *lag.lines()):
+        click.echo(line)
+    _write(given, results)
+    if session.stop.is_set():
+        return _INTERRUPTED
+    return 0 if results.is_ok.all() else _FAILED_REQUESTS
+
+
+async def _find_goodput(given: dict[str, Any], slo: SLO | None) -> int:
+    from daskserve.bench import goodput
+    from daskserve.bench.results import Results
+    from daskserve.bench.search import MIN_REQUESTS, RateSearch
+
+    if slo is None:
+        raise ConfigError("--find-goodput needs --slo-ttft and --slo-tpot")
+    if given["requests"] is not None:
+        raise ConfigError("--find-goodput runs for --duration at every rate: leave --requests out")
+    duration_s = given["duration"] or _SEARCH_S
+    offered = _offered(given)
+    search = RateSearch(
+        given["rate"] or 1.0,
+        cap=given["max_rate"] or math.inf,
+        floor=MIN_REQUESTS / (_LONGEST * duration_s),
+        tolerance=_TOLERANCE if given["tolerance"] is None else given["tolerance"],
+    )
+    async with _opened(given) as session:
+        click.echo(goodput.HEADER)
+        trials = await goodput.find_goodput(
+            session.loop,
+            offered,
+            slo,
+            search,
+            duration_s,
+            session.stop,
+            lambda trial: click.echo(goodput.trial_line(trial)),
+        )
+    num_instances = given["instances"] or session.num_instances
+    best = goodput.best_of(trials)
+    if best is not None:
+        _show(given, best.results, slo, best.rate, num_instances)
+    click.echo("\n".join(goodput.verdict_lines(trials, slo, search, num_instances)))
+    _write(given, Results.of([t.records for t in trials], session.loop.started_unix_s))
+    if session.stop.is_set():
+        return _INTERRUPTED
+    return 0 if best else _FAILED_REQUESTS
+
+
+def _show_recorded(given: dict[str, Any], slo: SLO | None) -> int:
+    from daskserve.bench.results import Results
+
+    parts = [Results.read(path) for path in given["recorded"]]
+    results = parts[0] if len(parts) == 1 else Results.joined(parts)
+    _show(given, results, slo, None, None)
+    _write(given, results)
+    return 0 if results.is_ok.all() else _FAILED_REQUESTS
+
+
+def _opened(given: dict[str, Any]) -> AbstractAsyncContextManager[Session]:
+    from daskserve.bench.session import opened
+
+    return opened(
         _target(given),
-        prompts,
+        _prompts(given),
         timeout_s=given["timeout"],
         ready_timeout_s=given["ready_timeout"],
         is_quiet=given["quiet"],
-    ) as session:
-        records = await session.loop.run(workload)
-    results = Results.of([records])
-    num_instances = given["instances"] or session.num_instances
-    summary = Summary.of(results, slo, given["rate"], num_instances)
-    click.echo("\n".join(summary.lines()))
-    for line in (*failure_lines(results, records), *session.loop.lag.lines()):
-        click.echo(line)
+    )
+
+
+def _show(
+    given: dict[str, Any],
+    results: Results,
+    slo: SLO | None,
+    rate: float | None,
+    num_instances: int | None,
+) -> None:
+    from daskserve.bench.summary import Summary
+    from daskserve.bench.tables import SCALES, scale_lines, stage_lines
+
+    summary = Summary.of(results, slo, rate, given["instances"] or num_instances)
+    lines = [*summary.lines(), *stage_lines(results)]
+    if slo is not None and len(results):
+        lines += scale_lines(results, slo, given["slo_scales"] or SCALES)
+    click.echo("\n".join(lines))
+
+
+def _check_output(path: str | None) -> None:
+    """Before minutes are spent on what cannot be kept."""
+    if path is None:
+        return
+    if not path.endswith(".nc"):
+        raise ConfigError(f"--output {path} must end in .nc")
+    if not Path(path).resolve().parent.is_dir():
+        raise ConfigError(f"cannot write {path}: there is no such folder")
+
+
+def _scales(text: str | None) -> tuple[float, ...]:
+    try:
+        scales = tuple(float(part) for part in (text or "").split(",") if part.strip())
+    except ValueError:
+        scales = (0.0,)
+    if not all(math.isfinite(scale) and scale > 0 for scale in scales):
+        raise ConfigError(f"--slo-scales {text!r} must be numbers above 0, as in 0.5,1,2")
+    return scales
+
+
+def _write(given: dict[str, Any], results: Results) -> None:
     if given["output"]:
         results.write(given["output"])
-    if session.stop.is_set():
-        return _INTERRUPTED
-    return _FAILED_REQUESTS if summary.num_failed else 0
+        click.echo(f"{len(results)} requests written to {given['output']}")
 
 
 def _target(given: dict[str, Any]) -> Target:
@@ -208,16 +231,20 @@ def _offered(given: dict[str, Any]) -> Offered:
     from daskserve.bench.offered import Lengths, Offered, arrival_process
     from daskserve.planner.traces import read_workload
 
-    lengths = [
+    prompt, output = (
         Lengths.read(f"--{name}-tokens", given[f"{name}_tokens"] or default)
         for name, default in (("prompt", _PROMPT_TOKENS), ("output", _OUTPUT_TOKENS))
-    ]
-    name = given["arrivals"]
+    )
+    name, burstiness = given["arrivals"], given["burstiness"]
+    if burstiness is not None:
+        if name not in (None, "gamma"):
+            raise ConfigError(f"--burstiness is that of gamma arrivals, not of {name}")
+        name = "gamma"
     if given["workload_path"] is None:
         if name == "workload":
             raise ConfigError("--arrivals workload needs --workload FILE")
-        process = arrival_process(name or "poisson", given["burstiness"])
-        return Offered.uniform(*lengths, process, given["seed"])
+        process = arrival_process(name or "poisson", burstiness or 1.0)
+        return Offered.uniform(prompt, output, process, given["seed"])
     if given["prompt_tokens"] or given["output_tokens"]:
         raise ConfigError("give --workload, or --prompt-tokens and --output-tokens, not both")
     trace = read_workload(given["workload_path"], seed=given["seed"])
@@ -226,21 +253,23 @@ def _offered(given: dict[str, Any]) -> Offered:
         raise ConfigError(f"{given['workload_path']} has no arrival times; choose other --arrivals")
     if name is None and has_times:
         name = "workload"
-    process = (
-        None if name == "workload" else arrival_process(name or "poisson", given["burstiness"])
-    )
+    process = None if name == "workload" else arrival_process(name or "poisson", burstiness or 1.0)
     return Offered(trace, process, given["seed"])
 
 
 def _workload(given: dict[str, Any]) -> Workload:
+    from daskserve.bench.offered import first_seconds
+
     rate, duration_s, num_requests = given["rate"], given["duration"], given["requests"]
-    if duration_s is not None:
-        if num_requests is not None:
-            raise ConfigError("give --requests or --duration, not both")
-        if rate is None or math.isinf(rate):
-            raise ConfigError("--duration needs --rate, a finite one")
-        num_requests = max(1, round(rate * duration_s))
     offered = _offered(given)
-    if num_requests is None and offered.arrivals is not None:
-        num_requests = _NUM_REQUESTS
-    return offered.at(rate, num_requests)
+    if duration_s is None:
+        if num_requests is None and offered.arrivals is not None:
+            num_requests = _NUM_REQUESTS
+        return offered.at(rate, num_requests)
+    if num_requests is not None:
+        raise ConfigError("give --requests or --duration, not both")
+    if rate == math.inf:
+        raise ConfigError("--duration needs a finite --rate")
+    if offered.arrivals is None:
+        return first_seconds(offered.at(rate, None), duration_s)
+    return offered.at(rate, max(1, round((rate or 0) * duration_s)))

@@ -85,6 +85,7 @@ class ServeSettings(_Section):
     max_body_bytes: int = Field(ge=1024)
     max_file_bytes: int = Field(ge=1024)
     max_stored_bytes: int = Field(ge=1024)
+    keep_files_s: float = Field(gt=0, allow_inf_nan=False)
     max_batch_rows: int = Field(ge=1)
     max_open_batches: int = Field(ge=1)
     batch_max_in_flight: int | None = Field(ge=1)
@@ -94,7 +95,9 @@ class ServeSettings(_Section):
     request_timeout_s: float = Field(gt=0, allow_inf_nan=False)
     read_timeout_s: float = Field(gt=0, allow_inf_nan=False)
     write_timeout_s: float = Field(gt=0, allow_inf_nan=False)
+    ping_interval_s: float = Field(gt=0, allow_inf_nan=False)
     keep_alive_s: int = Field(ge=1)
+    drain_timeout_s: int = Field(ge=0)
 
 
 class Settings(_Section):

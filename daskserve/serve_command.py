@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,13 @@ from daskserve.core.instance import EngineConfig
     help="0 takes a free one.",
 )
 @click.option(
+    "--allowed-host",
+    "allowed_hosts",
+    multiple=True,
+    metavar="NAME",
+    help="On this machine alone, a name that a proxy in front is addressed by; may be repeated.",
+)
+@click.option(
     "--api-key-file",
     metavar="PATH",
     help="API keys, one a line; any one is needed on every route but /health. The environment "
@@ -46,6 +54,11 @@ from daskserve.core.instance import EngineConfig
     metavar="PATH",
     help="Where files and batches are kept, for this user alone  "
     "[default: $XDG_STATE_HOME/daskserve or ~/.local/state/daskserve]",
+)
+@click.option(
+    "--access-log",
+    is_flag=True,
+    help="A line on standard error per request: id, method, path, status, seconds.",
 )
 @click.option(
     "--max-in-flight",
@@ -80,13 +93,18 @@ def serve_command(host: str, port: int, **given: Any) -> None:
         "request_timeout_s": given["request_timeout"],
     }
     changed = {name: value for name, value in limits.items() if value is not None}
+    names = {name.lower() for name in given["allowed_hosts"]}
     options = ServerOptions(
         model=given["served_model_name"] or served_name(config.model),
         limits=settings().serve.model_copy(update=changed),
         keys=load_keys(given["api_key_file"]),
         state_folder=Path(given["state_dir"] or default_state_folder()),
-        hosts=LOOPBACK_NAMES if address.is_loopback else None,
+        hosts=LOOPBACK_NAMES | names if address.is_loopback else None,
     )
+    if given["access_log"]:
+        access = logging.getLogger("daskserve.access")
+        access.setLevel(logging.INFO)
+        access.addHandler(logging.StreamHandler())
     service = open_service(config, given, slo_of(given), asynchronous=True)
     run_server(service, options, address)
 

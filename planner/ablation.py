@@ -15,13 +15,19 @@ from daskserve.planner.goodput import Goodput
 from daskserve.planner.latency import LatencyModel
 from daskserve.planner.options import evaluator_for
 from daskserve.planner.plan_request import PlanRequest
-from daskserve.planner.search.algorithms import algorithm_1, algorithm_2
+from daskserve.planner.search.algorithms import (
+    Solution,
+    algorithm_1,
+    algorithm_2,
+    join_phases,
+)
 from daskserve.planner.search.best import cheapest, evaluate_best
 from daskserve.planner.search.objective import Objective
 from daskserve.planner.search.simulated import Executor, SimulatedEvaluator
-from daskserve.planner.search.units import Instances, Unit
+from daskserve.planner.search.units import Instances, Scored, Unit
 from daskserve.planner.simulator import Deployment
 
+MOST_INSTANCES = 4
 SYSTEMS = ("vLLM", "vLLM++", "DistServe-Low", "DistServe-High")
 
 
@@ -81,7 +87,7 @@ def ablation(
     Parameters
     ----------
     request
-        Its rate decides how many instances of each phase DistServe-High has.
+        Its rate does not matter: each system is taken at the size that suits it best.
     vllm
         The parallelism of plain vLLM, which the paper takes from vLLM's own evaluation. vLLM++ is
         the same engine with the best parallelism; both compute whole prompts first.
@@ -99,8 +105,8 @@ def ablation(
     gpu = request.spaces[0].gpu
     if not theirs.fits(gpu, vllm):
         raise ModelError(f"{request.model.name} cannot run as {vllm} on {gpu}")
-    low = algorithm_2(ours, request.spaces, request.asked_rate)
-    high = algorithm_1(ours, request.spaces, request.asked_rate)
+    low = algorithm_2(ours, request.spaces, 1.0)
+    high = _balanced(request, ours)
     plain = Unit((Instances(Role.COLOCATED, vllm, 1, gpu),))
     found = {
         "vLLM": (theirs, plain),
@@ -116,6 +122,21 @@ def ablation(
         deployments={name: by.deployment(unit) for name, (by, unit) in there.items()},
         goodputs={name: by.found[unit] for name, (by, unit) in there.items()},
     )
+
+
+def _balanced(request: PlanRequest, evaluator: SimulatedEvaluator) -> Solution | None:
+    """Algorithm 1's splits in the counts that leave the least idle."""
+    once = algorithm_1(evaluator, request.spaces, 1.0)
+    if once is None:
+        return None
+    alone = [Unit((replace(group, count=1),)) for group in once.unit.groups]
+    phases = [Scored(unit, evaluator.evaluate([unit])[0]) for unit in alone]
+    fits = [
+        join_phases(once.algorithm, phases[0], phases[1], count * one.rate)
+        for one in phases
+        for count in range(1, MOST_INSTANCES + 1)
+    ]
+    return max(fits, key=lambda solution: solution.rate / solution.num_gpus)
 
 
 def _best_colocated(request: PlanRequest, evaluator: SimulatedEvaluator) -> Unit | None:

@@ -147,11 +147,16 @@ def runner_up(
         more = second.num_gpus - chosen.num_gpus
         price = second.price_per_hour - chosen.price_per_hour
         return f"Runner-up: {second}; {more:+d} GPUs and {price:+.2f} $/h for the same rate."
-    rates = [most_served(evaluator, one.solution)[0] for one in (second, chosen) if one.solution]
+    rates = [_room(request, evaluator, one.solution) for one in (second, chosen) if one.solution]
     return (
         f"Runner-up: {second}; it needs no more, but serves up to"
         f" {rates[0]:.4g} against {rates[1]:.4g} requests/s."
     )
+
+
+def _room(request: PlanRequest, evaluator: SimulatedEvaluator, solution: Solution) -> float:
+    """What instances serve that were found to hold the asked rate."""
+    return max(request.asked_rate, most_served(evaluator, solution)[0])
 
 
 def _same_weight(weights: Objective, one: Option, other: Option) -> bool:
@@ -192,7 +197,7 @@ def disaggregation(
         return f"Disaggregation wins, {figures}: {_why_wins(request, evaluator, best, together)}."
     if mine > theirs:
         return f"Disaggregation loses, {figures}: {_why_loses(request, evaluator, best, together)}."
-    rates = [most_served(evaluator, one.solution)[0] for one in (best, together) if one.solution]
+    rates = [_room(request, evaluator, one.solution) for one in (best, together) if one.solution]
     return (
         f"Disaggregation and colocation both need {mine:g} {unit}; with them they serve up to"
         f" {rates[0]:.4g} and {rates[1]:.4g} requests/s."

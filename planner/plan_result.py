@@ -26,7 +26,7 @@ class Option:
     Parameters
     ----------
     name
-        ``disaggregated``, ``colocated`` or ``one parallelism``, with the algorithm.
+        ``Algorithm 1, pooled``, ``Algorithm 3``, ``colocated``, ``one parallelism``, ...
     solution
         Instances and counts; None when nothing was found.
     placement

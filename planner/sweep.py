@@ -72,21 +72,22 @@ def sweep(
         for rate in rates
         for seed in seeds
     ]
-    answers = run_all(executor, _run, tasks)
-    shape = (len(systems), len(rates), len(seeds))
-    shares = np.array([share for share, _ in answers]).reshape(*shape, 3, len(scaled))
+    coords: dict[str, list] = {"system": list(systems), "rate": list(rates)}
+    coords |= {"slo_scale": list(slo_scales), "seed": list(seeds)}
+    found = _dataset(run_all(executor, _run, tasks), coords)
+    found.attrs.update(ttft_s=slo.ttft_s, tpot_s=slo.tpot_s)
+    return found.isel(system=0, drop=True) if isinstance(deployments, Deployment) else found
+
+
+def _dataset(answers: list[tuple[np.ndarray, bool]], coords: dict[str, list]) -> xr.Dataset:
+    """Answers of every system, rate and seed, the seed fastest."""
+    num_systems, num_rates, num_scales, num_seeds = (len(values) for values in coords.values())
+    shape = (num_systems, num_rates, num_seeds)
+    shares = np.array([share for share, _ in answers]).reshape(*shape, len(SHARES), num_scales)
     steady = np.array([is_steady for _, is_steady in answers]).reshape(shape)
-    dims = ("system", "rate", "slo_scale", "seed")
-    values = np.moveaxis(shares, (3, 4), (0, 3))
-    found = xr.Dataset(
-        {name: (dims, one) for name, one in zip(SHARES, values, strict=True)}
-        | {"is_steady": (("system", "rate", "seed"), steady)},
-        {"system": list(systems), "rate": list(rates), "slo_scale": list(slo_scales)}
-        | {"seed": list(seeds)},
-        {"ttft_s": slo.ttft_s, "tpot_s": slo.tpot_s},
-    )
-    one_only = isinstance(deployments, Deployment)
-    return found.isel(system=0, drop=True) if one_only else found
+    by_name = zip(SHARES, np.moveaxis(shares, (3, 4), (0, 3)), strict=True)
+    data = {name: (tuple(coords), values) for name, values in by_name}
+    return xr.Dataset(data | {"is_steady": (("system", "rate", "seed"), steady)}, coords)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -82,7 +82,7 @@ class JobFolder:
         self._summary = self.path / "summary.json"
         _check_output(output)
         try:
-            _make_folders(output.parent)
+            make_folders(output.parent)
             self.path.mkdir(PRIVATE_FOLDER, exist_ok=True)
             if not stat.S_ISDIR(self.path.lstat().st_mode):
                 raise BatchError(f"{self.path} is a link; remove it")
@@ -173,10 +173,10 @@ def _size_of(path: Path) -> int:
     return path.stat().st_size if path.exists() else 0
 
 
-def _make_folders(folder: Path) -> None:
+def make_folders(folder: Path) -> None:
     """The owner's alone; Path.mkdir gives the folders above the last one the umask's mode."""
     if not folder.is_dir():
-        _make_folders(folder.parent)
+        make_folders(folder.parent)
         folder.mkdir(PRIVATE_FOLDER)
 
 

@@ -27,7 +27,7 @@ from daskserve.core.instance import EngineConfig
 from daskserve.core.params import SamplingParams
 from daskserve.core.request import Completion
 from daskserve.core.slo import SLO
-from daskserve.errors import BatchError, RequestError
+from daskserve.errors import BatchError, DaskserveError, RequestError
 from daskserve.models import resolve
 
 if TYPE_CHECKING:
@@ -219,6 +219,8 @@ class BatchJob:
                 prompt, params = prompt_of(row, self._params, self._model)
                 request = service.validate(prompt, params)
             except Exception as error:  # not only RequestError: no row may stop the others
+                if isinstance(error, DaskserveError) and not isinstance(error, RequestError):
+                    raise  # not the row's fault
                 self._write_error(row, error)
             else:
                 batch.append((row, request))

@@ -107,7 +107,10 @@ class Window:
 
     def submit(self, batch: list[tuple[Row, Request]], attempt: int = 1) -> None:
         """Send requests in one graph."""
-        futures = self._service.submit_requests([request for _, request in batch])
+        try:
+            futures = self._service.submit_requests([request for _, request in batch])
+        except ClusterError as error:
+            raise _resumable(error) from None
         for (row, request), future in zip(batch, futures, strict=True):
             self._flights[request.request_id] = _Flight(row, request, future, attempt)
             self._service.client.loop.add_callback(self._await, request.request_id, future)
@@ -160,7 +163,7 @@ class Window:
     def _settle(self, request_id: str, result: Any) -> Finished | None:
         """None for a row that is tried again."""
         if isinstance(result, ClusterError):
-            raise BatchError(f"{result}; run the same command again to go on")
+            raise _resumable(result)
         flight = self._flights.pop(request_id)
         if isinstance(result, _WORTH_A_RETRY) and flight.attempt < self._max_attempts:
             self.num_retries += 1
@@ -179,3 +182,7 @@ class Window:
         flights, self._flights = self._flights, {}
         if flights and self._service.client.status == "running":
             self._service.client.cancel([f.future for f in flights.values()])
+
+
+def _resumable(error: ClusterError) -> BatchError:
+    return BatchError(f"{error}; run the same command again to go on")

@@ -43,8 +43,11 @@ class Connections:
         client = self._idle.pop() if self._idle else self._target.client(self._verify)
         try:
             yield client
-        except BaseException:
+        except asyncio.CancelledError:  # in the middle of anything
             await client.aclose()
+            raise
+        except BaseException:
+            self._idle.append(client)  # a refusal, or the client connects again
             raise
         self._idle.append(client)
 

@@ -48,12 +48,17 @@ async def looked_at(target: Target, wait_s: float) -> tuple[Target, int | None]:
 
 
 def _said(target: Target, failure: Failure, is_final: bool, wait_s: float) -> str:
-    hint = "" if is_final or wait_s else "; is it started? --ready-timeout waits for it"
+    hint = "" if is_final or wait_s else "; --ready-timeout waits for a server that starts"
     return f"{target.url}: {failure.kind}: {failure}{hint}"
 
 
 async def _look(client: httpx.AsyncClient, target: Target) -> tuple[Target, int | None]:
-    served = await _get(client, "/v1/models")
+    try:
+        served = await _get(client, "/v1/models")
+    except Failure as failure:
+        if failure.kind.startswith("404") and target.model:  # not every server lists them
+            return target, None
+        raise
     models = {str(model["id"]): model for model in served["data"]}
     name = target.model or (next(iter(models)) if len(models) == 1 else "")
     if name not in models:
@@ -66,7 +71,13 @@ async def _look(client: httpx.AsyncClient, target: Target) -> tuple[Target, int 
 
 async def _num_instances(client: httpx.AsyncClient) -> int:
     """Instances that take requests, of all roles (Failure while one is missing)."""
-    ready = await _get(client, "/ready")
+    try:
+        ready = await _get(client, "/ready")
+    except Failure as failure:
+        if failure.kind == "503":
+            message = "the model is loading, or a role has no instance"
+            raise Failure("503 not ready", message) from None
+        raise
     return sum(counts["ready"] for counts in ready["roles"].values())
 
 

@@ -108,3 +108,9 @@ class Offered:
         if rate is None or num_requests is None:
             raise ConfigError("drawn arrivals need --rate, and --requests or --duration")
         return self.lengths.resample(num_requests, rate, self.seed, self.arrivals)
+
+
+def first_seconds(load: Workload, duration_s: float) -> Workload:
+    """The requests of the first so many seconds."""
+    arrival_s = load.arrays()[0]
+    return Workload(load.dataset.isel(request=arrival_s - arrival_s[:1] < duration_s))

@@ -23,7 +23,9 @@ _WORDS = (
 
 
 class Prompts(Protocol):
-    """Gives the prompt of the request number ``index``, of about so many tokens."""
+    """Gives the prompt of the request number ``index``, of so many tokens if ``has_lengths``."""
+
+    has_lengths: bool
 
     def prompt(self, index: int, num_tokens: int) -> Prompt: ...
 
@@ -36,6 +38,8 @@ class RandomTokens:
     low, high
         Ids are ``low`` to ``high``, both included.
     """
+
+    has_lengths = True
 
     def __init__(self, seed: int, low: int = TOKEN_IDS[0], high: int = TOKEN_IDS[1]) -> None:
         if not 0 <= low < high:
@@ -50,6 +54,8 @@ class RandomTokens:
 
 class RandomWords:
     """A message of short words, each about a token; for ``/v1/chat/completions``."""
+
+    has_lengths = True
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
@@ -75,6 +81,8 @@ class FileLines:
     ConfigError
         The file cannot be read, is empty, or a line has no prompt.
     """
+
+    has_lengths = False
 
     def __init__(self, path: str | Path, is_chat: bool) -> None:
         try:

@@ -37,8 +37,8 @@ class Results:
     dataset: xr.Dataset
 
     @classmethod
-    def of(cls, runs: Sequence[Sequence[Record]], **attributes: Any) -> Results:
-        """The records of one or more runs, in order."""
+    def of(cls, runs: Sequence[Sequence[Record]], started_unix_s: float = 0.0) -> Results:
+        """The records of one or more runs in order, whose seconds began at that wall clock time."""
         records = [record for run in runs for record in run]
         numbers = [number for number, run in enumerate(runs) for _ in run]
         data: dict[str, Any] = {
@@ -57,7 +57,7 @@ class Results:
         data["num_gaps"] = ("request", np.array([len(r.gaps_s) for r in records], np.int32))
         gaps = [np.asarray(r.gaps_s, np.float32) for r in records]
         data["gap_s"] = ("gap", np.concatenate(gaps) if gaps else np.empty(0, np.float32))
-        return cls(xr.Dataset(data, attrs={"format": FORMAT, **attributes}))
+        return cls(xr.Dataset(data, attrs={"format": FORMAT, "started_unix_s": started_unix_s}))
 
     def __len__(self) -> int:
         return self.dataset.sizes["request"]
@@ -72,7 +72,14 @@ class Results:
 
     def is_met(self, slo: SLO) -> np.ndarray:
         """Which requests met both limits; one that failed met none."""
-        return self.is_ok & is_met(slo, self.values("ttft_s"), self.values("tpot_s"))
+        met = is_met(slo, self.values("ttft_s"), self.values("tpot_s"))
+        return np.asarray(self.is_ok & met)
+
+    def answered_quantile(self, name: str, share: float) -> float | None:
+        """Of answered requests; None when no one of them has the figure."""
+        values = self.values(name)[self.is_ok]
+        known = values[~np.isnan(values)]
+        return float(np.quantile(known, share)) if len(known) else None
 
     @property
     def duration_s(self) -> float:
@@ -80,12 +87,6 @@ class Results:
         if not len(self):
             return 0.0
         return float(self.values("end_s").max() - self.values("sent_s").min())
-
-    def failures(self) -> dict[str, int]:
-        """How many of each kind, most frequent first."""
-        kinds, counts = np.unique(self.values("status")[~self.is_ok], return_counts=True)
-        order = np.argsort(-counts, kind="stable")
-        return {str(kinds[i]): int(counts[i]) for i in order}
 
     def stages(self) -> xr.Dataset | None:
         """Of answered requests, by stage; None when the server told none."""
@@ -98,6 +99,28 @@ class Results:
             self.dataset.to_netcdf(path, engine="scipy")
         except OSError as error:
             raise ConfigError(f"cannot write {path}: {error.strerror or error}") from None
+
+    @classmethod
+    def joined(cls, parts: Sequence[Results]) -> Results:
+        """Several clients' requests as those of one, in order of arrival.
+
+        Their clocks are set by the wall clock times at which they started, so clients on several
+        machines are as far apart as those are.
+        """
+        starts = [part.dataset.attrs["started_unix_s"] for part in parts]
+        shifted = []
+        for part, start_s in zip(parts, starts, strict=True):
+            times = ("arrival_s", "sent_s", "end_s")
+            offset_s = start_s - min(starts)
+            shifted.append(part.dataset.assign({n: part.dataset[n] + offset_s for n in times}))
+        # Rows and their gaps each belong together: sort the pieces that they make up.
+        rows = xr.concat([one.drop_dims("gap") for one in shifted], "request")
+        order = np.argsort(rows["arrival_s"].values, kind="stable")
+        ends = np.cumsum(rows["num_gaps"].values)
+        gaps = np.split(np.concatenate([one["gap_s"].values for one in shifted]), ends[:-1])
+        sorted_gaps = np.concatenate([gaps[row] for row in order]) if len(order) else gaps[0]
+        dataset = rows.isel(request=order).assign(gap_s=("gap", sorted_gaps))
+        return cls(dataset.assign_attrs(format=FORMAT, started_unix_s=min(starts)))
 
     @classmethod
     def read(cls, path: str | Path) -> Results:

@@ -91,10 +91,11 @@ class OpenLoop:
         self._target, self._connections, self._prompts = target, connections, prompts
         self._timeout_s, self._stop, self._on_progress = timeout_s, stop, on_progress
         self._started_at = time.monotonic()
+        self.started_unix_s = time.time()
+        """At which the seconds of records begin."""
         self._num_sent = 0
-        self.lag = Lag()
 
-    async def run(self, workload: Workload, watch: Watch | None = None) -> list[Record]:
+    async def run(self, workload: Workload, watch: Watch | None = None) -> tuple[list[Record], Lag]:
         """Send every request at its time; the records of those sent, once all have ended.
 
         Parameters
@@ -103,17 +104,19 @@ class OpenLoop:
             May end the run early, and gives up what has missed its limits once all are sent.
         """
         if not self._num_sent:
-            self._started_at = time.monotonic()
+            self._started_at, self.started_unix_s = time.monotonic(), time.time()
         start_s = self._now_s()
+        columns = (values.tolist() for values in workload.arrays())
         records = [
-            Record(self._num_sent + number, start_s + arrival_s, *lengths)
-            for number, (arrival_s, *lengths) in enumerate(
-                zip(*(values.tolist() for values in workload.arrays()), strict=True)
+            Record(self._num_sent + number, start_s + arrival_s, prompt_tokens, max_tokens)
+            for number, (arrival_s, prompt_tokens, max_tokens) in enumerate(
+                zip(*columns, strict=True)
             )
         ]
         progress = Progress(len(records))
         tasks: dict[asyncio.Task[None], Record] = {}
-        beat = asyncio.create_task(self._beat())
+        lag = Lag()
+        beat = asyncio.create_task(_beat(lag))
         stop = asyncio.create_task(self._stop.wait())
         work = asyncio.create_task(self._send_all(records, tasks, progress, watch))
         try:
@@ -124,8 +127,8 @@ class OpenLoop:
             work.result()
         sent = [record for record in records if record.sent_s == record.sent_s]
         self._num_sent += len(sent)
-        self.lag.sending_s += [record.sent_s - record.arrival_s for record in sent]
-        return sent
+        lag.sending_s = [record.sent_s - record.arrival_s for record in sent]
+        return sent, lag
 
     async def _send_all(
         self,
@@ -170,18 +173,21 @@ class OpenLoop:
 
     def _body(self, record: Record) -> bytes:
         prompt = self._prompts.prompt(record.index, record.prompt_tokens)
+        if not self._prompts.has_lengths:
+            record.prompt_tokens = 0  # until the server says
         return self._target.body(prompt, record.max_tokens)
 
     def _now_s(self) -> float:
         """Seconds of the whole bench."""
         return time.monotonic() - self._started_at
 
-    async def _beat(self) -> None:
-        """Sleeps, and notes how much longer than asked."""
-        while True:
-            slept_at = time.monotonic()
-            await asyncio.sleep(_BEAT_S)
-            self.lag.waking_s.append(time.monotonic() - slept_at - _BEAT_S)
+
+async def _beat(lag: Lag) -> None:
+    """Sleeps, and notes how much longer than asked."""
+    while True:
+        slept_at = time.monotonic()
+        await asyncio.sleep(_BEAT_S)
+        lag.waking_s.append(time.monotonic() - slept_at - _BEAT_S)
 
 
 async def _cancelled(*tasks: asyncio.Task[Any]) -> None:

@@ -11,6 +11,11 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 
+try:
+    import resource
+except ImportError:  # not on Windows
+    resource = None  # type: ignore[assignment]
+
 from daskserve.bench.exchange import Connections, exchange
 from daskserve.bench.look import NoServer, looked_at
 from daskserve.bench.prompts import Prompts
@@ -45,6 +50,7 @@ async def opened(
     target: Target, prompts: Prompts, *, timeout_s: float, ready_timeout_s: float, is_quiet: bool
 ) -> AsyncIterator[Session]:
     """Look at the server and send it one request before any is measured (NoServer)."""
+    _allow_sockets()
     target, num_instances = await looked_at(target, ready_timeout_s)
     connections, stop = Connections(target), asyncio.Event()
     progress = ProgressLines(is_quiet)
@@ -55,6 +61,14 @@ async def opened(
             yield Session(target, num_instances, loop, stop)
     finally:
         await connections.aclose()
+
+
+def _allow_sockets() -> None:
+    """Every request at work has one: as many open files as this user may have at all."""
+    if resource is not None:
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        with contextlib.suppress(OSError, ValueError):  # some systems cap it lower than they say
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 async def _warm_up(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -167,10 +168,12 @@ def _peak_token_rate(results: Results) -> float:
     return float(np.bincount((times - times.min()).astype(np.int64)).max())
 
 
-def failure_lines(results: Results, records: Sequence[Record]) -> list[str]:
-    """How many requests failed in each way, and what was said of the first."""
-    first = {record.status: record.message for record in reversed(records)}
+def failure_lines(records: Sequence[Record]) -> list[str]:
+    """How many requests failed in each way, most frequent first, and what was said of the first."""
+    failed = [record for record in records if not record.is_ok]
+    first = {record.status: record.message for record in reversed(failed)}
+    counts = Counter(record.status for record in failed)
     return [
-        f"failed: {count} x {kind}" + (f", the first: {first[kind]}" if first.get(kind) else "")
-        for kind, count in results.failures().items()
+        f"failed: {count} x {kind}" + (f", the first: {first[kind]}" if first[kind] else "")
+        for kind, count in counts.most_common()
     ]

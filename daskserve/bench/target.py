@@ -49,9 +49,14 @@ class Target:
     extra: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        scheme, _, host = self.url.partition("://")
-        if scheme not in ("http", "https") or not host:
+        try:
+            url = httpx.URL(self.url)
+        except httpx.InvalidURL as error:
+            raise ConfigError(f"--url {self.url!r}: {error}") from None
+        if url.scheme not in ("http", "https") or not url.host:
             raise ConfigError(f"--url {self.url!r} must begin with http:// or https://")
+        if not (self.key.isascii() and self.key.isprintable()):
+            raise ConfigError("the API key must be printable ASCII")
         object.__setattr__(self, "url", self.url.rstrip("/").removesuffix("/v1"))
 
     @property
@@ -115,6 +120,4 @@ def load_key(path: str | None) -> str:
     keys = [line for line in lines if line and not line.startswith("#")]
     if not keys:
         raise ConfigError(f"{path} holds no key")
-    if not (keys[0].isascii() and keys[0].isprintable()):
-        raise ConfigError(f"the key in {path} must be printable ASCII")
     return keys[0]

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from daskserve.core.request import Completion
 from daskserve.server.errors import Refusal
 from daskserve.server.slo_bound import SloBound
 
@@ -95,10 +96,11 @@ class Place:
         if self._bound is not None:
             self._bound.first_token(time.monotonic())
 
-    def decoded(self, decode_s: float, num_gaps: int) -> None:
-        """One of the answers is complete, see `SloBound.decoded`."""
+    def finished(self, ttft_s: float, tpot_s: float | None, completion: Completion) -> None:
+        """One of the answers is complete."""
         if self._bound is not None:
-            self._bound.decoded(decode_s, num_gaps)
+            num_gaps = completion.num_output_tokens - 1
+            self._bound.finished(ttft_s, tpot_s, num_gaps, completion.timeline)
 
     def leave(self) -> None:
         self._admission.give_back(self._size, self._key)

@@ -6,6 +6,7 @@ import asyncio
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -74,7 +75,7 @@ class Frontend:
         self._admission = Admission(limits.max_in_flight_per_key)
         self.metrics = Metrics(service.slo)
         self._health = health = Health(service, self._admission, self.metrics)
-        models = Models(options.model)
+        models = Models(options.model, service, self._admission)
         completions, chats = (
             Generation(service, options.model, limits, self._admission, self.metrics, is_chat)
             for is_chat in (False, True)
@@ -103,7 +104,8 @@ class Frontend:
         )
 
     def _batch_routes(self, options: ServerOptions, folder: Path) -> list[Route]:
-        limits, store = options.limits, Store(folder)
+        limits = options.limits
+        store = Store(folder, limits.keep_files_s)
         self._worker = BatchWorker(
             store, limits, self._service.config, options.model, self._second_service
         )
@@ -122,7 +124,8 @@ class Frontend:
 
     def _second_service(self) -> Service:
         """For batches: synchronous, with a client of its own on the same scheduler."""
-        return Service.attach(self._service.client.scheduler.address, self._service.config)
+        client: Any = self._service.client
+        return Service.attach(client.scheduler.address, self._service.config)
 
     async def open(self) -> None:
         """Load the model, then let requests in (DaskserveError)."""
@@ -146,14 +149,15 @@ class Frontend:
 async def _num_decode_slots(service: Service) -> int:
     """Answers that all instances decode at once."""
     instances = await service.info()
-    return max(1, sum(i.max_batch_size for i in instances if i.role is not Role.PREFILL))
+    num_slots: int = sum(i.max_batch_size for i in instances if i.role is not Role.PREFILL)
+    return max(1, num_slots)
 
 
 class Models:
     """The routes below ``/v1/models``: one model is served."""
 
-    def __init__(self, model: str) -> None:
-        self._model = model
+    def __init__(self, model: str, service: Service, admission: Admission) -> None:
+        self._model, self._service, self._admission = model, service, admission
         self._created = int(time.time())
 
     async def list(self, request: Request) -> Response:
@@ -165,9 +169,12 @@ class Models:
         return JSON(self._record())
 
     def _record(self) -> dict[str, object]:
-        return {
+        record: dict[str, object] = {
             "id": self._model,
             "object": "model",
             "created": self._created,
             "owned_by": "daskserve",
         }
+        if self._admission.is_open:  # as vLLM calls it
+            record["max_model_len"] = self._service.tokenizer.context_tokens
+        return record

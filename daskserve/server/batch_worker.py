@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import dask
 import orjson
+from dask.base import annotate
 
 from daskserve.batch.lines import COMPLETION_URL, Form
 from daskserve.batch.runner import BatchJob
@@ -34,6 +34,7 @@ OPEN_STATES = ("validating", "in_progress", "finalizing")
 _POLL_S = 1.0
 _RETRY_S = 5.0
 _PROGRESS_S = 1.0
+_SWEEP_S = 3600.0
 _MAX_ERRORS = 100
 _PRIORITY = -1
 """Of rows against online requests: what is free is theirs."""
@@ -71,6 +72,7 @@ class BatchWorker:
         self._config, self._model, self._connect = config, model, connect
         self._service: Service | None = None
         self._is_stopped = False
+        self._swept_at = -_SWEEP_S
         self._news = threading.Event()
         self._thread = threading.Thread(target=self._main, name="batches", daemon=True)
 
@@ -104,6 +106,9 @@ class BatchWorker:
 
     def _work(self) -> bool:
         """Bring the oldest open batch further; False when there is nothing to do now."""
+        if time.monotonic() - self._swept_at >= _SWEEP_S:
+            self._swept_at = time.monotonic()
+            self._store.sweep(time.time(), OPEN_STATES)
         record = next((b for b in self._store.batches() if b["status"] in OPEN_STATES), None)
         if record is None:
             return False
@@ -185,7 +190,7 @@ class BatchWorker:
             if self._end_of(record) is None:
                 if self._service is None:
                     self._service = self._connect()
-                with dask.annotate(priority=_PRIORITY):
+                with annotate(priority=_PRIORITY):
                     return job.run(self._service, self._window(), False, on_tick)
         except _Interrupted:
             if self._is_stopped:
@@ -251,6 +256,7 @@ class BatchWorker:
         if outcome == "cancelled":
             record["cancelling_at"] = self._store.asked_to_cancel_at(record["id"])
         self._enter(record, outcome)
+        self._store.tidy_batch(record["id"])
 
 
 def _writer_of(first: bytes, rest: Iterator[bytes]) -> Callable[[Any], None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
@@ -36,7 +37,17 @@ class EventSender:
 
     def __init__(self, send: Send) -> None:
         self._send = send
+        self._wrote_at = time.monotonic()
         self.is_started = False
+
+    async def keep_alive(self, interval_s: float) -> None:
+        """Comments while nothing else comes, for proxies that cut silent connections; for ever."""
+        while True:
+            silent_s = time.monotonic() - self._wrote_at
+            if silent_s >= interval_s:
+                await self._write(b": ping\n\n", more=True)
+            else:
+                await asyncio.sleep(interval_s - silent_s)
 
     async def event(self, record: dict[str, Any]) -> None:
         await self._write(b"data: " + orjson.dumps(record) + b"\n\n", more=True)
@@ -50,6 +61,7 @@ class EventSender:
         await self._write(last, more=False)
 
     async def _write(self, data: bytes, more: bool) -> None:
+        self._wrote_at = time.monotonic()
         if not self.is_started:
             self.is_started = True
             await self._send({"type": "http.response.start", "status": 200, "headers": _HEADERS})

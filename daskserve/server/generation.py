@@ -89,8 +89,8 @@ class Generation:
                 for answer in answers:
                     completion = await answer.stream.completion()
                     self._metrics.finished(answer, completion, arrived_at)
-                    num_gaps = completion.num_output_tokens - 1
-                    place.decoded(completion.timeline.decode_s, num_gaps)
+                    ttft_s = answer.token_times_s[0] - arrived_at
+                    place.finished(ttft_s, answer.tpot_s, completion)
             finally:
                 for answer in answers:
                     await answer.stream.aclose()
@@ -130,7 +130,7 @@ class Generation:
                     writer = LogprobWriter(self._service.tokenizer, ask.is_chat, len(prefix))
                 answers.append(Answer(len(answers), own, stream, prefix, writer, place.first_token))
 
-    def _text_of(self, prompt: Prompt) -> str:
+    def _text_of(self, prompt: Any) -> str:
         return prompt if isinstance(prompt, str) else self._service.tokenizer.decode(prompt)
 
     async def _whole(self, ask: Ask, answers: list[Answer]) -> dict[str, Any]:
@@ -153,6 +153,7 @@ class Generation:
     ) -> Exception | None:
         """What went wrong after the first event, which the client has been told."""
         sender = EventSender(send)
+        pings = asyncio.create_task(sender.keep_alive(self._limits.ping_interval_s))
         try:
             return await until_gone(receive, self._stream(ask, answers, sender))
         except Refusal as stopping:
@@ -160,6 +161,8 @@ class Generation:
                 raise
             await sender.fail(stopping)
             return stopping
+        finally:
+            pings.cancel()
 
     async def _stream(
         self, ask: Ask, answers: list[Answer], sender: EventSender

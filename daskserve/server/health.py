@@ -36,7 +36,10 @@ class Health:
         self._needed = (Role.PREFILL, Role.DECODE) if is_apart else (Role.COLOCATED,)
 
     async def health(self, request: Request) -> Response:
-        """The process answers; nothing more."""
+        """Whether a restart would do no good: 503 once the scheduler is lost, for good."""
+        client = self._service.client
+        if client is not None and client.status == "closed":
+            return JSON({"status": "the scheduler is gone"}, 503)
         return JSON({"status": "ok"})
 
     async def ready(self, request: Request) -> Response:

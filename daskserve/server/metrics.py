@@ -83,9 +83,7 @@ class Metrics:
     def finished(self, answer: Answer, completion: Completion, arrived_at: float) -> None:
         """One answer is complete; ``arrived_at`` is on the monotonic clock."""
         first_at, last_at = answer.token_times_s[0], answer.token_times_s[-1]
-        num_tokens = answer.num_output_tokens
-        ttft_s = first_at - arrived_at
-        tpot_s = (last_at - first_at) / (num_tokens - 1) if num_tokens > 1 else None
+        ttft_s, tpot_s = first_at - arrived_at, answer.tpot_s
         self._ttft.observe(ttft_s)
         if tpot_s is not None:
             self._tpot.observe(tpot_s)
@@ -93,7 +91,7 @@ class Metrics:
         for stage in STAGES:
             self._stage.labels(stage).observe(getattr(completion.timeline, f"{stage}_s"))
         self._prompt_tokens.inc(completion.num_prompt_tokens)
-        self._output_tokens.inc(num_tokens)
+        self._output_tokens.inc(answer.num_output_tokens)
         self._recomputes.inc(completion.timeline.num_recomputes)
         self._succeeded.labels(completion.finish_reason.value).inc()
         if self._slo is not None:

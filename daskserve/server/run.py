@@ -23,7 +23,6 @@ from daskserve.server.keys import KEYS_VARIABLE
 from daskserve.server.protocol import MAX_HEADER_BYTES, bounded_protocol
 from daskserve.service import Service
 
-_GRACE_S = 10
 _SEND_BUFFER_BYTES = 256 * 1024
 
 
@@ -163,7 +162,7 @@ def uvicorn_config(
         access_log=False,
         server_header=False,
         timeout_keep_alive=limits.keep_alive_s,
-        timeout_graceful_shutdown=_GRACE_S,
+        timeout_graceful_shutdown=limits.drain_timeout_s,
         ssl_certfile=address.tls_cert,
         ssl_keyfile=address.tls_key,
         proxy_headers=False,

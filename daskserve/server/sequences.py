@@ -42,6 +42,14 @@ class Answer:
     token_times_s: list[float] = field(default_factory=list)
     """When deltas came, of the monotonic clock: the first and the last."""
 
+    @property
+    def tpot_s(self) -> float | None:
+        """Time per output token after the first, None when there is none."""
+        num_gaps = self.num_output_tokens - 1
+        if num_gaps < 1:
+            return None
+        return (self.token_times_s[-1] - self.token_times_s[0]) / num_gaps
+
     async def pieces(self) -> AsyncIterator[Piece]:
         """What there is to send, as it comes."""
         async for delta in self.stream:

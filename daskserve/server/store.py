@@ -14,13 +14,13 @@ import secrets
 import shutil
 import stat
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
 import orjson
 
-from daskserve.batch.folder import PRIVATE_FOLDER, open_private, replacing
+from daskserve.batch.folder import PRIVATE_FOLDER, make_folders, open_private, replacing
 from daskserve.errors import ConfigError
 
 _FILE_ID = re.compile(r"file-[0-9a-f]{32}")
@@ -36,14 +36,17 @@ class Store:
     ----------
     folder
         Made if it is not there, mode 0700 (ConfigError).
+    keep_s
+        Files, and batches that have ended, are deleted by `sweep` when they are so old.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, keep_s: float) -> None:
+        self._keep_s = keep_s
         self._files, self._batches = folder / "files", folder / "batches"
         self._scratch, self._lock_path = folder / "scratch", folder / "worker.lock"
         try:
             for path in (folder, self._files, self._batches, self._scratch):
-                path.mkdir(PRIVATE_FOLDER, parents=path == folder, exist_ok=True)
+                make_folders(path)
                 if not stat.S_ISDIR(path.lstat().st_mode):
                     raise ConfigError(f"{path} is a link; remove it")
                 path.chmod(PRIVATE_FOLDER)
@@ -69,11 +72,13 @@ class Store:
         with replacing(content, self._scratch) as temporary, temporary.open("wb") as target:
             write(target)
             target.flush()
+        now = time.time()
         record = {
             "id": file_id,
             "object": "file",
             "bytes": content.stat().st_size,
-            "created_at": int(time.time()),
+            "created_at": int(now),
+            "expires_at": int(now + self._keep_s),
             "filename": filename,
             "purpose": purpose,
             "status": "processed",
@@ -133,6 +138,33 @@ class Store:
     def batch_folder(self, batch_id: str) -> Path:
         """Input, output and job of a batch that is known."""
         return self._batches / batch_id
+
+    def tidy_batch(self, batch_id: str) -> None:
+        """Of a batch that has ended only the record is kept; its results are files now."""
+        folder = self.batch_folder(batch_id)
+        for name in ("input.jsonl", "output.jsonl"):
+            (folder / name).unlink(missing_ok=True)
+        shutil.rmtree(folder / "output.jsonl.job", ignore_errors=True)
+
+    def sweep(self, now: float, open_states: Collection[str]) -> None:
+        """Delete what is too old; for the process that holds the lock.
+
+        Parameters
+        ----------
+        now
+            Seconds since the epoch.
+        open_states
+            Batches in these are kept, however old.
+        """
+        for record in self.files():
+            if record["expires_at"] <= now:
+                self.delete_file(record["id"])
+        for record in self.batches():
+            if record["status"] not in open_states and record["created_at"] + self._keep_s <= now:
+                shutil.rmtree(self.batch_folder(record["id"]), ignore_errors=True)
+        for path in self._scratch.iterdir():  # left by a process that was killed
+            if path.stat().st_mtime + self._keep_s <= now:
+                shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
 
     def ask_to_cancel(self, batch_id: str) -> None:
         """From any process; the one that works on batches sees it."""

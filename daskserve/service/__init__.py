@@ -3,10 +3,12 @@
 The life of a request here:
 
 1. `service.Service` tokenizes and checks it (`requests`) and sends two tasks (`graph`, `tasks`).
-2. The scheduler's plugin (`dispatch`, with its books in `dispatch_state`) binds ``prefill-<id>``
-   to the prefill instance with the shortest queue.
-3. The worker's plugin (`instance_plugin`) runs it; the first token goes straight to the caller
-   (`token_sender`, `token_stream`), the KV stays where it is.
+   A stream has none: it asks the scheduler for an instance and talks to that itself (`online`,
+   `online_call`, `online_wire`, `link`).
+2. The scheduler's plugin (`dispatch` for tasks, `online_dispatch` for streams, with their books in
+   `dispatch_state`) binds ``prefill-<id>`` to the prefill instance with the shortest queue.
+3. The worker's plugin (`instance_plugin`, `online_worker`) runs it; the first token goes straight
+   to the caller (`token_sender`, `token_stream`), the KV stays where it is.
 4. When a decode instance has room, ``decode-<id>`` is bound to it and pulls the KV (`kv_pull`).
 5. The decode instance sends the tokens; the completion is the result of ``decode-<id>``.
 """

@@ -74,10 +74,13 @@ class Connection:
         Raises
         ------
         ClusterError
-            Roles are missing, daskserve is not installed over there, or it takes too long.
+            The client is closed, roles are missing, daskserve is not installed over there, or it
+            takes too long.
         ModelError
             An instance could not load its model.
         """
+        if self._client.status != "running":
+            raise ClusterError(f"the Dask client is {self._client.status}")
         await self._install(DispatchPlugin(self._settings))
         await self._rpc(ATTACH, service=self._service_id, client=self._client.id)
         self._is_attached = True
@@ -86,8 +89,14 @@ class Connection:
         await self._wait_until_ready()
         self.clock_offset_s = await clock_offset_s(getattr(self._client.scheduler, CLOCK))
 
+    def check(self) -> None:
+        """ClusterError when the service was closed, or its scheduler is gone."""
+        if not self._is_attached or self._client.status != "running":
+            raise ClusterError("the service is closed, or the Dask scheduler is gone")
+
     async def refresh(self) -> dict[str, Any]:
-        """Look at the instances again; returns the scheduler's status."""
+        """Look at the instances again; returns the scheduler's status (ClusterError)."""
+        self.check()
         status = await self._rpc(STATUS)
         self.instances = [
             AddressedInstance(

@@ -141,6 +141,10 @@ class DispatchState:
         is_new = stage.role is Role.PREFILL or now - stage.bound_at < self._probation_s
         stage.is_suspect = has_many or is_new
 
+    def acquit(self, stage: Stage) -> None:
+        """A stage is known to have got on with its work on the instance that was lost."""
+        stage.is_suspect = stage.is_suspect and stage.losses >= self._max_losses
+
     def instances_of(self, role: Role) -> list[InstanceState]:
         return self._by_role[role]
 

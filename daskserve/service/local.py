@@ -22,6 +22,7 @@ _HOST = "127.0.0.1"
 WORKER_TTL = "30s"
 """Without a heartbeat for so long a worker is replaced; loading a model must not take it up."""
 
+_TTL_LOOK_S = 1.0
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 Cores = Sequence[Sequence[int]] | str | None
@@ -58,6 +59,11 @@ class OwnCluster(SpecCluster):
             resource_tracker.ensure_running()
             signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
         await super()._start()
+        # Dask looks once per time-out, so that a stopped worker could be missed for two of them.
+        look = self.scheduler.periodic_callbacks["worker-ttl"]
+        look.stop()
+        look.callback_time = _TTL_LOOK_S * 1000
+        look.start()
 
     def _update_worker_status(self, op: str, msg: Any) -> None:
         super(SpecCluster, self)._update_worker_status(op, msg)

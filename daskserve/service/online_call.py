@@ -32,6 +32,7 @@ from daskserve.service.online_wire import (
     OPEN,
     PREFILLED,
     REFUSED,
+    RESUME,
     RUN,
     pack_emitted,
     pack_request,
@@ -76,6 +77,8 @@ class OnlineCall:
         self._instance: Link | None = None
         """To the instance that we wait for."""
         self._run_id = ""
+        self._num_before = 0
+        """Tokens that the caller had got when this run began."""
         self._prefilled: dict[str, Any] | None = None
         self._deadline: asyncio.TimerHandle | None = None
         self._grace: asyncio.TimerHandle | None = None
@@ -146,6 +149,10 @@ class OnlineCall:
         self._instance = self._links.to_instance(message["address"])
         self._links.listener.add(self._run_id, stream)
         role = Role(message["role"])
+        emitted = stream.so_far()
+        self._num_before = len(emitted.token_ids) if emitted is not None else 0
+        if role is Role.DECODE:
+            self._num_before = max(self._num_before, 1)  # its prefill's, perhaps still on its way
         self._instance.send(
             {
                 "op": RUN,
@@ -153,7 +160,7 @@ class OnlineCall:
                 "role": role.value,
                 "request": pack_request(replace(self._request, request_id=self._run_id)),
                 "prefilled": self._prefilled if role is Role.DECODE else None,
-                "emitted": pack_emitted(self._to_resume(role, stream)),
+                "emitted": pack_emitted(emitted if self._is_resumed(role) else None),
             }
         )
 
@@ -163,6 +170,16 @@ class OnlineCall:
         emitted = stream.so_far() if stream is not None else None
         if emitted is not None and emitted.finish_reason is not None:
             self._finish(self._completion_of(emitted))  # only the answer itself got lost
+            return
+        has_progress = emitted is not None and len(emitted.token_ids) > self._num_before
+        self._scheduler.send(
+            {
+                "op": RESUME,
+                "request_id": self._request.request_id,
+                "run_id": message["run_id"],
+                "has_progress": has_progress,
+            }
+        )
 
     def _on_refused(self, message: Message) -> None:
         self.fail(unpack_error(message["error"]))
@@ -179,13 +196,11 @@ class OnlineCall:
             }
             self._grace = _later(_GRACE_S, lambda: self._scheduler.send(again))
 
-    def _to_resume(self, role: Role, stream: TokenStream) -> TokenDelta | None:
-        """What an instance must go on from because an earlier run has emitted it."""
-        if role is Role.PREFILL or (
-            role is Role.DECODE and self._prefilled["request_id"] == self._run_id
-        ):
-            return None
-        return stream.so_far()
+    def _is_resumed(self, role: Role) -> bool:
+        """Whether an instance must go on from what an earlier run has emitted."""
+        if role is Role.DECODE:
+            return self._prefilled["request_id"] != self._run_id
+        return role is Role.COLOCATED
 
     def _on_prefilled(self, prefilled: dict[str, Any]) -> None:
         if prefilled["completion"] is not None:

@@ -2,7 +2,8 @@
 
 A service opens a request, is told where its prefill and then its decode is bound, talks to those
 instances itself, and closes the request. Every change of mind is one message: LOST, then another
-BOUND. When the service's link ends, all that it had open is given back.
+BOUND. In between the service says how far it had got, which clears most of the suspicion of having
+brought an instance down. When its link ends, all that it had open is given back.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from daskserve.service.online_wire import (
     OPEN,
     PREFILLED,
     REFUSED,
+    RESUME,
     pack_error,
 )
 
@@ -45,7 +47,7 @@ _LEAST_RETRY_S, _MOST_RETRY_S = 1.0, 60.0
 
 @dataclass(slots=True, eq=False)
 class OnlineRequest:
-    """A request that is open: exactly one stage of it waits, or is bound."""
+    """A request that is open: one stage of it waits, or is bound, or is to be resumed."""
 
     request_id: str
     link: Link
@@ -57,6 +59,8 @@ class OnlineRequest:
     """Address that may hold the KV of this run."""
     told: str | None = None
     """Address that its service was told to use for the stage."""
+    is_lost: bool = False
+    """Its service has yet to answer that the last run was lost."""
     shunned: set[str] = field(default_factory=set)
 
     @property
@@ -98,6 +102,7 @@ class OnlineDispatch:
             OPEN: self._open,
             PREFILLED: self._prefilled,
             AGAIN: self._again,
+            RESUME: self._resume,
             CLOSE: self._close,
         }
 
@@ -154,13 +159,12 @@ class OnlineDispatch:
             request = self._by_key.get(stage.key)
             if request is not None:
                 self._lose(request)
-                self._arrive(request)
         for request in [r for r in self._requests.values() if r.home == address]:
             request.home = None
             if request.told is None:
                 self._dispatch.state.leave(request.stage.key)
+                self._set_stage(request, Role.PREFILL)
                 self._lose(request)
-                self._start(request, Role.PREFILL)
 
     def refuse_all(self, error: DaskserveError) -> None:
         for request in list(self._requests.values()):
@@ -210,7 +214,9 @@ class OnlineDispatch:
         self._dispatch.state.leave(key)
         self._dispatch.state.hold(key, request.told, request.facts.prompt_tokens)
         request.home = request.told
-        self._start(request, Role.DECODE)
+        request.told = None
+        self._set_stage(request, Role.DECODE)
+        self._arrive(request)
 
     def _again(self, link: Link, message: Message) -> None:
         """A service cannot reach the instance that it was told to use."""
@@ -227,6 +233,15 @@ class OnlineDispatch:
             self.refuse(stage, InstanceLost(text))
             return
         self._lose(request)
+
+    def _resume(self, link: Link, message: Message) -> None:
+        """A service has heard that a run was lost."""
+        request = self._current(message)
+        if request is None or not request.is_lost:
+            return
+        request.is_lost = False
+        if message["has_progress"]:
+            self._dispatch.state.acquit(request.stage)
         self._arrive(request)
 
     def _close(self, link: Link, message: Message) -> None:
@@ -242,14 +257,12 @@ class OnlineDispatch:
         is_current = request is not None and request.run_id == message["run_id"]
         return request if is_current else None
 
-    def _start(self, request: OnlineRequest, role: Role) -> None:
+    def _set_stage(self, request: OnlineRequest, role: Role) -> None:
         del self._by_key[request.stage.key]
-        request.told = None
         request.stage = _stage(
             request.request_id, role, request.facts, request.rank, request.shunned
         )
         self._by_key[request.stage.key] = request
-        self._arrive(request)
 
     def _arrive(self, request: OnlineRequest) -> None:
         stage = self._dispatch.state.arrive(request.stage)
@@ -260,10 +273,12 @@ class OnlineDispatch:
 
     def _lose(self, request: OnlineRequest) -> None:
         """This run is over without an answer."""
-        request.link.send({"op": LOST, "request_id": request.request_id})
         self._free_home(request)
         request.told = None
         request.run += 1
+        request.is_lost = True
+        lost = {"op": LOST, "request_id": request.request_id, "run_id": request.run_id}
+        request.link.send(lost)
 
     def _drop(self, request: OnlineRequest, is_done: bool = False) -> None:
         key = request.stage.key

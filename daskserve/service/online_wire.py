@@ -25,7 +25,7 @@ from daskserve.errors import DaskserveError
 from daskserve.service.token_wire import body_of, delta_of
 
 # A service to the scheduler. One request is opened once and closed once.
-OPEN, PREFILLED, AGAIN, CLOSE = "open", "prefilled", "again", "close"
+OPEN, PREFILLED, AGAIN, RESUME, CLOSE = "open", "prefilled", "again", "resume", "close"
 # The scheduler to a service.
 BOUND, LOST, REFUSED = "bound", "lost", "refused"
 # A service to an instance.

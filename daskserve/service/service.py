@@ -159,6 +159,7 @@ class Service:
 
     def submit_requests(self, requests: Sequence[Request]) -> list[Future]:
         """Send validated requests, in order, in as few messages as is sensible."""
+        self._connection.check()
         offset_s = self._connection.clock_offset_s
         if offset_s:
             requests = [replace(r, submitted_at=r.submitted_at + offset_s) for r in requests]
@@ -201,8 +202,7 @@ class Service:
             Most requests that may wait before this one, below the setting
             ``service.max-waiting-requests``: with more, the stream raises Overloaded.
         """
-        if self.client.status != "running":
-            raise ClusterError("the service is closed, or its scheduler is gone")
+        self._connection.check()
         request = replace(
             request,
             token_sink=self._listener.address(),
@@ -364,5 +364,5 @@ def _request_maker(config: EngineConfig) -> RequestMaker:
 def _clear_connection_errors(address: object) -> Iterator[None]:
     try:
         yield
-    except OSError as error:
+    except (OSError, ValueError) as error:  # ValueError: not an address
         raise ClusterError(f"no Dask scheduler at {address}: {error}") from error

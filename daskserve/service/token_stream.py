@@ -12,7 +12,9 @@ import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Future as ThreadFuture
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from ssl import SSLContext
 
 from tornado.ioloop import IOLoop
@@ -45,7 +47,7 @@ class TokenStream(AsyncIterator[TokenDelta], Iterator[TokenDelta]):
         self._lock = threading.Lock()
         self._early: dict[int, TokenDelta] = {}
         self._ready: deque[TokenDelta | BaseException] = deque()
-        self._getter: ThreadFuture[TokenDelta | BaseException] | None = None
+        self._wake: Callable[[], object] | None = None  # of a reader that waits
         self._outcome: ThreadFuture[Completion] = ThreadFuture()
         self._next_index = 0
         self._num_chars = 0
@@ -58,7 +60,14 @@ class TokenStream(AsyncIterator[TokenDelta], Iterator[TokenDelta]):
         return self
 
     async def __anext__(self) -> TokenDelta:
-        item = await asyncio.wrap_future(self._get())
+        while True:
+            with self._lock:
+                if self._ready:
+                    item = self._pop()
+                    break
+                arrival = asyncio.get_running_loop().create_future()
+                self._wake = partial(_settle, arrival)
+            await arrival
         if isinstance(item, StopIteration):
             raise StopAsyncIteration
         if isinstance(item, BaseException):
@@ -69,7 +78,14 @@ class TokenStream(AsyncIterator[TokenDelta], Iterator[TokenDelta]):
         return self
 
     def __next__(self) -> TokenDelta:
-        item = self._get().result()
+        while True:
+            with self._lock:
+                if self._ready:
+                    item = self._pop()
+                    break
+                arrival = threading.Event()
+                self._wake = arrival.set
+            arrival.wait()
         if isinstance(item, BaseException):
             raise item
         return item
@@ -104,8 +120,13 @@ class TokenStream(AsyncIterator[TokenDelta], Iterator[TokenDelta]):
                     self._emit(following)
 
     def so_far(self) -> TokenDelta | None:
-        """All that was emitted, as one delta; None when nothing was."""
+        """All that was emitted, as one delta; None when nothing was.
+
+        For between two runs of a request: what came ahead of its turn is of the earlier one, and
+        is forgotten.
+        """
         with self._lock:
+            self._early.clear()
             deltas = self._emitted
             if not deltas:
                 return None
@@ -165,23 +186,28 @@ class TokenStream(AsyncIterator[TokenDelta], Iterator[TokenDelta]):
             self._hand_out(reason)
 
     def _hand_out(self, item: TokenDelta | BaseException) -> None:
-        getter, self._getter = self._getter, None
-        if getter is not None and getter.set_running_or_notify_cancel():
-            getter.set_result(item)
-        else:
-            self._ready.append(item)
+        self._ready.append(item)
+        wake, self._wake = self._wake, None
+        if wake is not None:
+            wake()
 
-    def _get(self) -> ThreadFuture[TokenDelta | BaseException]:
-        future: ThreadFuture[TokenDelta | BaseException] = ThreadFuture()
-        with self._lock:
-            if not self._ready:
-                self._getter = future
-                return future
-            item = self._ready[0]
-            if isinstance(item, TokenDelta):  # the end stays, for whoever asks again
-                self._ready.popleft()
-        future.set_result(item)
-        return future
+    def _pop(self) -> TokenDelta | BaseException:
+        # The end stays, for whoever asks again.
+        return self._ready.popleft() if isinstance(self._ready[0], TokenDelta) else self._ready[0]
+
+
+def _settle(arrival: asyncio.Future[None]) -> None:
+    """From any thread; without a detour when the reader is on this very event loop."""
+    loop = arrival.get_loop()
+    try:
+        is_here = asyncio.get_running_loop() is loop
+    except RuntimeError:
+        is_here = False
+    if not is_here:
+        with suppress(RuntimeError):  # the reader's loop is closed
+            loop.call_soon_threadsafe(_settle, arrival)
+    elif not arrival.done():
+        arrival.set_result(None)
 
 
 def _merged(deltas: list[TokenDelta]) -> TokenDelta:

@@ -210,7 +210,8 @@ def run_all(executor: Executor | None, function: Any, tasks: list[Any]) -> list[
     if executor is None or not tasks:
         return [function(task) for task in tasks]
     if hasattr(executor, "gather"):  # a Dask client answers with futures
-        return list(executor.gather(executor.map(function, tasks, pure=False)))
+        client: Any = executor
+        return list(client.gather(client.map(function, tasks, pure=False)))
     return list(executor.map(function, tasks))
 
 

@@ -15,6 +15,7 @@ import pyarrow.parquet
 import pytest
 
 from daskserve import SLO, SamplingParams, run_batch
+from daskserve.batch import BatchJob
 from daskserve.errors import BatchError
 
 PARAMS = SamplingParams(max_tokens=4)
@@ -170,9 +171,10 @@ def test_job_with_cut_files_is_brought_to_its_end(service, tmp_path, share):
     run_batch(service, source, output, params=PARAMS)
     expected = answers(output)
     content = output.read_bytes()
-    output.write_bytes(content[: int(share * len(content))])
+    content = content[: int(share * len(content))]
+    output.write_bytes(content)
     summary = run_batch(service, source, output, params=PARAMS)
-    assert summary.num_rows == 20 and summary.num_earlier == int(share * 20)
+    assert summary.num_rows == 20 and summary.num_earlier == content.count(b"\n")
     assert len(read_lines(output)) == 20 and answers(output) == expected
 
 
@@ -231,3 +233,26 @@ def test_window_size_is_checked(service, tmp_path, capsys):
     with dask.config.set({"daskserve.batch.max-in-flight": 2}):
         run_batch(service, source, tmp_path / "out.jsonl", params=PARAMS, restart=True)
     assert "2 rows in flight cannot fill 64 decode slots" in capsys.readouterr().err
+
+
+def test_a_job_can_be_ended_from_outside_and_given_up(service, tmp_path):
+    source = write_lines(tmp_path / "in.jsonl", [{"prompt": f"p{i}"} for i in range(40)])
+    output = tmp_path / "out.jsonl"
+
+    def end_after_five(tally):
+        if tally.num_succeeded >= 5:
+            raise InterruptedError
+
+    with BatchJob(source, output, service.config, params=PARAMS, model_name="other") as job:
+        with pytest.raises(InterruptedError):
+            job.run(service, 2, show_progress=False, on_tick=end_after_five)
+        summary = job.abandon("batch_expired", "too late")
+    lines = read_lines(output)
+    assert {line["custom_id"] for line in lines} == {f"line-{i + 1}" for i in range(40)}
+    codes = [line["error"] and line["error"]["code"] for line in lines]
+    assert (codes.count(None), codes.count("batch_expired")) == (
+        summary.num_succeeded,
+        summary.num_failed,
+    )
+    assert 5 <= summary.num_succeeded < 40
+    assert summary.failures[0].endswith("too late")

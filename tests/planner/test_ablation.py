@@ -21,7 +21,7 @@ CHAT = application("chatbot-opt-13b")
 
 def request(slo=CHAT.slo):
     return PlanRequest(
-        ModelSpec.load(CHAT.model), Cluster.of("A100", 1), CHAT.all_lengths(), slo, rate=40.0,
+        ModelSpec.load(CHAT.model), Cluster.of("A100", 1, gpus_per_node=4), CHAT.all_lengths(), slo,
         latency=DistServeA100(), seeds=(0,),
     )  # fmt: skip
 

@@ -81,6 +81,9 @@ def test_highest_rate_within_a_budget(run):
         ([*LENGTHS, *SLO, "--rate", "1", "--latency", "magic"], "'magic' is no file"),
         ([*LENGTHS, *SLO, "--rate", "1", "--gpus", "V100:8"], "unknown GPU 'V100'"),
         ([*LENGTHS, *SLO, "--rate", "1", "--gpus", "H100:8by4"], "must look like H100:8x4"),
+        ([*LENGTHS, *SLO, "--rate", "1", "--network-gbps", "0"], "network_bandwidth=0"),
+        ([*LENGTHS, *SLO, "--rate", "1", "--objective", "price"], "one GPU type is the same"),
+        ([*LENGTHS, *SLO, "--rate", "1", "--latency", "distserve-a100"], "of the A100, not of"),
         ([*LENGTHS, *SLO, "--rate", "1", "--application", "chatbot-opt-13b"], "leave it out"),
     ],
 )  # fmt: skip
@@ -97,6 +100,26 @@ def test_the_network_of_a_single_node_changes_nothing_and_is_refused(run):
     words = ["plan", "--model", "opt-13b", "--gpus", "A100:4", *LENGTHS, *SLO, "--rate", "1"]
     answer = run(*words, "--network-gbps", "25")
     assert answer.exit_code == 1 and "single node" in answer.output
+
+
+def test_an_application_is_planned_and_simulated(run):
+    words = ["--application", "chatbot-opt-13b", "--latency", "distserve-a100", "--rate", "4",
+             "--seeds", "1"]  # fmt: skip
+    planned = run("plan", "--gpus", "A100:4", *words)
+    assert planned.exit_code == 0, planned.output
+    met = run("simulate", "placement.yaml", *words, "--requests", "5000")
+    assert met.exit_code == 0 and "TTFT 0.25 s" in met.output
+    refused = run("simulate", "placement.yaml", *words, "--ttft", "1")
+    assert refused.exit_code == 1 and "--application sets --ttft" in refused.output
+
+
+def test_requests_that_are_left_out_are_counted(run, tmp_path):
+    rows = "0,300,20\n1,200000,20\n2,300,20\n"
+    (tmp_path / "trace.csv").write_text("arrival_s,prompt_tokens,output_tokens\n" + rows)
+    words = [*PLAN, "--workload", "trace.csv", *SLO, "--rate", "2"]
+    assert "1 of 3 requests are longer" in run(*words).output
+    answer = run(*words, "--drop-too-long")
+    assert answer.exit_code == 0 and "1 of 3 requests are longer" in answer.output
 
 
 def test_bad_placements(run, tmp_path):

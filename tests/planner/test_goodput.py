@@ -6,16 +6,22 @@ import math
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from daskserve.core.placement import Parallelism
 from daskserve.core.slo import SLO
 from daskserve.errors import InvalidParameter
 from daskserve.planner.applications import application
-from daskserve.planner.goodput import goodput
+from daskserve.planner.arrivals import Bursts
+from daskserve.planner.goodput import goodput, probe_rate
 from daskserve.planner.hardware import gpu_named
 from daskserve.planner.latency import DistServeA100
 from daskserve.planner.model_spec import ModelSpec
 from daskserve.planner.simulator import Deployment, simulate
+from daskserve.planner.simulator.driving import run_arrays
+from daskserve.planner.simulator.result import STAGES
+from daskserve.planner.stationarity import most_requests, requests_needed
 from daskserve.planner.step_times import StepTimes
 from daskserve.planner.sweep import sweep
 from daskserve.planner.workload import Workload
@@ -177,6 +183,52 @@ def test_looser_limits_never_lower_it():
     assert answers[-1].rate > answers[0].rate
 
 
+def test_bursts_are_judged_over_many_of_them():
+    """A run of a thousand requests may see two bursts: whichever they are would decide."""
+    bursts, slo = Bursts(9.0, 41.0, 0.0), SLO(0.3, 0.0145)
+    for seed in (0, 1):
+        probes = [
+            probe_rate(TRACE, BOTH, slo, rate, seed, 100_000, bursts) for rate in (1, 3, 5, 8, 16)
+        ]
+        assert all(probe.num_requests >= 40 * 50 * probe.rate - 2 for probe in probes[1:])
+        shares = [probe.attainment for probe in probes]
+        assert shares == sorted(shares, reverse=True) and shares[0] > 0.9 > 0.2 > shares[-1]
+
+
+def test_very_high_rates_settle_within_the_longest_run():
+    """Ten lives of a request would be far above max_requests; four of so many are enough."""
+    done = run_arrays(BOTH, *TRACE.arrays())[0]
+    life_s = float(np.mean(sum(done[name] for name in STAGES)))
+    slo, rate = SLO(0.2, 0.03), 1e5
+    needed = requests_needed(rate, slo, done)
+    assert needed == pytest.approx(4 * rate * life_s, rel=0.01)
+    assert 100_000 < needed < most_requests(rate, slo, 64, 100_000) <= 1_000_000
+    assert most_requests(5.0, slo, 64, 100_000) == 100_000
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    st.integers(1, 3), st.integers(1, 3), st.floats(0.12, 0.6), st.floats(0.0115, 0.02),
+    st.sampled_from(["ttft", "tpot", "decode", "both"]),
+)  # fmt: skip
+def test_more_of_anything_never_lowers_it(num_prefill, num_decode, ttft_s, tpot_s, more):
+    """More GPUs or looser limits, whatever there was before; 5 % is the noise of one seed.
+
+    Not so prefill alone: a queue before it smooths what reaches decode, and may help a tight TPOT.
+    """
+
+    def rate(n, m, ttft, tpot):
+        deployment = Deployment.disaggregated(fixed_times(), n, fixed_times(), m)
+        return goodput(TRACE, deployment, SLO(ttft, tpot), seeds=[0]).rate
+
+    before = rate(num_prefill, num_decode, ttft_s, tpot_s)
+    after = rate(
+        num_prefill + (more == "both"), num_decode + (more in ("decode", "both")),
+        ttft_s * (1.5 if more == "ttft" else 1), tpot_s * (1.5 if more == "tpot" else 1),
+    )  # fmt: skip
+    assert after >= 0.95 * before
+
+
 def test_the_same_seeds_give_the_same_answer():
     slo = SLO(0.2, 0.0145)
     first, again, other = (goodput(TRACE, BOTH, slo, seeds=[seed]) for seed in (7, 7, 8))
@@ -208,6 +260,7 @@ def test_a_sweep_over_rates_and_scales():
     assert np.isnan(shares["attainment"].sel(rate=0.0)).all()
     known = shares.sel(rate=[5.0, 20.0, 60.0]).mean("seed")
     assert (known["attainment"].diff("slo_scale") >= 0).all()
+    assert (known["attainment"].diff("slo_scale") > 0.01).any()
     assert (known["attainment"].diff("rate") <= 0).all()
     assert (known["attainment"] <= known["ttft_attainment"]).all()
     assert shares["is_steady"].sel(rate=5.0).all()

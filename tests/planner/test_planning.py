@@ -19,6 +19,7 @@ from daskserve.planner.workload import Workload
 MODEL = ModelSpec.load("llama-3.1-8b")
 LENGTHS = Workload.from_arrays([0.0] * 3, [200, 500, 900], [40, 100, 20])
 QUICK = {"seeds": (0,)}
+FREE = Cluster.of("H100", price_per_hour=0.0)
 
 
 def request(rate=20.0, cluster=None, slo=None, **options):
@@ -121,6 +122,28 @@ def test_highest_rate_grows_with_the_gpus_and_stays_in_budget():
 
 
 @pytest.mark.slow
+def test_the_highest_rate_is_that_of_many_small_instances_in_one_queue():
+    """8 GPUs serve what a plan for that rate needs 8 GPUs for, whichever way is asked."""
+    cluster = Cluster.of("H100", 1)
+    highest = plan_highest_rate(request(cluster=cluster))
+    assert highest.is_highest and highest.chosen.num_gpus == 8
+    assert {one.name for one in highest.options} >= {"colocated", "one parallelism"}
+    rates = [one.solution.rate for one in highest.options if one.is_usable]
+    assert highest.rate == max(rates)
+    back = plan(request(rate=0.95 * highest.rate, cluster=cluster))
+    assert back.status == "found" and back.chosen.num_gpus <= 8
+    beyond = plan(request(rate=1.1 * highest.rate, cluster=cluster))
+    assert beyond.status == "infeasible"
+    assert beyond.highest_rate == pytest.approx(highest.rate)
+    text = " ".join(highest.explanation)
+    assert "90 % interval" in text and "it serves" in text and "for the same rate" not in text
+    # Each is priced at what it serves itself.
+    prices = [highest.price_per_million_tokens(one) * one.solution.rate / one.price_per_hour
+              for one in highest.options if one.is_usable]  # fmt: skip
+    assert prices == pytest.approx([prices[0]] * len(prices))
+
+
+@pytest.mark.slow
 def test_the_plan_for_the_highest_rate_needs_no_more_gpus():
     cluster = Cluster.of("H100", 1, gpus_per_node=4)
     highest = plan_highest_rate(request(cluster=cluster))
@@ -136,6 +159,9 @@ def test_cheaper_gpus_are_taken_for_the_price_objective():
     assert by_price.chosen.price_per_hour < by_gpus.chosen.price_per_hour
     assert by_gpus.chosen.num_gpus <= by_price.chosen.num_gpus
     assert {i.gpu_type for i in by_price.placement.instances} == {"L40S"}
+    [verdict] = [line for line in by_price.explanation if line.startswith("Disaggregation")]
+    assert "$/h" in verdict and "GPUs against" not in verdict
+    assert "on L40S" in str(by_price.chosen)
 
 
 def test_a_smaller_kv_pool_changes_the_plan():
@@ -184,6 +210,7 @@ def test_requests_longer_than_the_context_are_named():
         ({"seeds": ()}, "at least one seed"),
         ({"max_requests": 10}, "at least 30000"),
         ({"nodes_per_instance": 0}, "nodes_per_instance"),
+        ({"objective": "price", "cluster": FREE}, "prices above 0"),
     ],
 )
 def test_bad_options(options, message):

@@ -183,6 +183,19 @@ def alongside() -> Callable[..., Any]:
     return served_alongside
 
 
+@pytest.fixture
+def lone() -> Callable[..., Any]:
+    """A cluster that a test may break, and a server on it: ``with lone() as (cluster, url)``."""
+
+    @contextmanager
+    def start() -> Iterator[tuple[SpecCluster, str]]:
+        with thread_cluster(PREFILL=1, DECODE=1) as cluster:
+            with serving(cluster.scheduler_address, mock_config()) as (url, _):
+                yield cluster, url
+
+    return start
+
+
 @pytest.fixture(scope="session")
 def mock() -> Callable[..., EngineConfig]:
     return mock_config

@@ -9,6 +9,7 @@ import random
 import socket
 import time
 
+import dask
 import httpx
 import openai
 import pytest
@@ -196,6 +197,18 @@ def test_an_engine_that_fails_ends_the_stream_with_an_error(serve, mock, eventua
         eventually(server.is_idle, 3)
 
 
+def test_a_silent_stream_is_kept_alive_by_comments(serve, mock, limits):
+    asked = {**TEXT, "stream": True}
+    slow, often = mock(mock_prefill_s=0.4), limits(ping_interval_s=0.1)
+    with serve(slow, limits=often) as server, server.http() as http:
+        text = http.post("/v1/completions", json=asked).text
+        assert text.startswith(": ping\n\n") and text.endswith("data: [DONE]\n\n")
+        assert text.count(": ping") < 10
+        assert len(list(server.client().completions.create(**asked))) == 3
+        refused = http.post("/v1/completions", json={**asked, "n": 0})
+        assert refused.status_code == 400
+
+
 def test_readiness_tells_of_each_role(serve, mock, eventually):
     with serve(mock()) as server, server.http() as http:
         body = http.get("/ready").json()
@@ -210,6 +223,20 @@ def test_readiness_tells_of_each_role(serve, mock, eventually):
         assert http.get("/health").status_code == 200
 
 
+@pytest.mark.slow
+def test_a_scheduler_that_is_gone_shows(lone, eventually):
+    patience = dask.config.set({"distributed.comm.timeouts.connect": "1s"})
+    with patience, lone() as (cluster, url), httpx.Client(base_url=url, timeout=30) as http:
+        assert http.post("/v1/completions", json=TEXT).status_code == 200
+        cluster.close()
+        eventually(lambda: http.get("/ready").status_code == 503, 10)
+        eventually(lambda: http.get("/health").status_code == 503, 20)
+        assert http.get("/metrics").status_code == 200
+        answer = http.post("/v1/completions", json=TEXT)
+        assert answer.status_code == 503
+        assert "tcp://" not in answer.text
+
+
 def test_logs_and_metrics_hold_nothing_of_what_is_written(server, capfd, caplog):
     word = "canaryword"
     with server.http() as http, caplog.at_level(logging.DEBUG, "daskserve"):
@@ -220,7 +247,9 @@ def test_logs_and_metrics_hold_nothing_of_what_is_written(server, capfd, caplog)
             ("/v1/chat/completions", {**CHAT, "messages": [{"role": word, "content": word}]}),
         ):
             http.post(path, json=body)
+            http.get(f"/v1/models/{word}%0a{word}")
         metrics = http.get("/metrics").text
+    assert "POST /v1/completions 200" in caplog.text
     out, err = capfd.readouterr()
     assert word not in metrics + caplog.text + out + err
 
@@ -251,11 +280,10 @@ def test_two_servers_share_one_scheduler(server, alongside, eventually):
     eventually(server.is_idle, 3)
 
 
-def test_a_server_that_stops_tells_its_streams(server, alongside, monkeypatch, eventually):
-    monkeypatch.setattr("daskserve.server.run._GRACE_S", 1)
+def test_a_server_that_stops_tells_its_streams(server, alongside, limits, eventually):
     asked = {**TEXT, "max_tokens": 5000}
     with httpx.Client(timeout=60) as http:
-        with alongside(server) as other:
+        with alongside(server, limits=limits(drain_timeout_s=1)) as other:
             url = f"{other.url}/v1/completions"
             stream = http.send(
                 http.build_request("POST", url, json={**asked, "stream": True}), stream=True

@@ -20,14 +20,15 @@ KEYS = ("first-key-of-the-test", "second-key-of-the-test")
 
 
 @pytest.fixture(scope="module")
-def guarded(server, alongside):
+def guarded(server, alongside, tmp_path_factory):
     """Another server on the same scheduler, with keys and a check of the host."""
-    with alongside(server, keys=KEYS, hosts=LOOPBACK_NAMES) as guarded:
+    state = tmp_path_factory.mktemp("guarded") / "state"
+    with alongside(server, keys=KEYS, hosts=LOOPBACK_NAMES, state_folder=state) as guarded:
         yield guarded
 
 
 def test_every_route_but_health_needs_a_key(guarded):
-    assert {route.path for route in guarded.routes} >= {"/v1/completions", "/metrics", "/ready"}
+    assert {route.path for route in guarded.routes} >= {"/metrics", "/v1/files", "/v1/batches"}
     with guarded.http() as http:
         for route in (*guarded.routes, Route("/none", print)):
             path = route.path.replace(":path", "")

@@ -211,7 +211,8 @@ def test_another_model_is_not_found(server):
     assert (caught.value.param, caught.value.code) == ("model", "model_not_found")
     with pytest.raises(openai.NotFoundError):
         client.models.retrieve("owner/other")
-    assert client.models.retrieve("mock").owned_by == "daskserve"
+    model = client.models.retrieve("mock")
+    assert (model.owned_by, model.max_model_len) == ("daskserve", 8192)
 
 
 def test_the_request_id_comes_back(server):

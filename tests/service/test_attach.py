@@ -192,12 +192,30 @@ def test_a_worker_that_joins_and_cannot_set_up_is_named(cluster, mock):
             service.submit("hello", PARAMS).result(timeout=10)
 
 
-def test_no_scheduler_at_the_address():
+@pytest.mark.parametrize("address", ["tcp://127.0.0.1:1", "nonsense"])
+def test_no_scheduler_at_the_address(address):
     with (
         dask.config.set({"distributed.comm.timeouts.connect": "200ms"}),
         pytest.raises(ClusterError, match="no Dask scheduler"),
     ):
-        Service.attach("tcp://127.0.0.1:1", EngineConfig(model="mock"))
+        Service.attach(address, EngineConfig(model="mock"))
+
+
+def test_a_closed_service_says_so(cluster, mock):
+    with cluster(colocated=1) as own:
+        client = Client(own)
+        service = Service.attach(client, mock())
+        service.close()
+        service.close()
+        for call in (service.status, service.info, service.load):
+            with pytest.raises(ClusterError, match="the service is closed"):
+                call()
+        for ask in (service.submit, service.stream):
+            with pytest.raises(ClusterError, match="the service is closed"):
+                ask("hello", PARAMS)
+        client.close()
+        with pytest.raises(ClusterError, match="the Dask client is closed"):
+            Service.attach(client, mock())
 
 
 def test_a_model_that_is_not_there_fails_at_once(cluster):

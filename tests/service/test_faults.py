@@ -83,6 +83,46 @@ def test_a_poisonous_request_dies_and_its_neighbours_live(
     assert local.status()["dispatch"]["violations"] == 0
 
 
+@pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
+def test_a_poisonous_stream_dies_and_its_neighbours_live(
+    local: Service, is_idle, eventually, role: Role
+):
+    prompts: list = [f"prompt {i} " * (1 + i % 5) for i in range(20)]
+    expected = [c.text for c in local.client.gather(local.map(prompts, PARAMS))]
+    local.client.register_plugin(Trap(role))
+    poisonous = local.stream(POISON, PARAMS)
+    streams = [local.stream(prompt, PARAMS) for prompt in prompts]
+    assert ["".join(delta.text for delta in stream) for stream in streams] == expected
+    with pytest.raises(KilledInstance, match="2 instances died"):
+        list(poisonous)
+    eventually(lambda: len(local.info()) == 3 and is_idle(local), timeout_s=120)
+    assert local.status()["dispatch"]["violations"] == 0
+
+
+def test_a_killed_client_process_leaves_nothing_behind(local: Service, is_idle, eventually):
+    code = textwrap.dedent("""
+        import sys, time
+        from daskserve import EngineConfig, SamplingParams, Service
+        service = Service.attach(sys.argv[1], eval(sys.argv[2]))
+        long = SamplingParams(max_tokens=1500)
+        streams = [service.stream(f"prompt {i} " * 20, long) for i in range(30)]
+        next(streams[0])
+        print("streaming", flush=True)
+        time.sleep(60)
+    """)
+    command = [sys.executable, "-c", code, local.client.scheduler.address, repr(local.config)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout.readline() == "streaming\n"
+        assert local.status()["dispatch"]["online"] == 30
+        process.kill()
+        eventually(lambda: is_idle(local), timeout_s=2)
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
 def test_a_late_poison_dies_after_three_instances(local: Service, is_idle, eventually):
     prompts = [f"prompt {i}" for i in range(20)]
     local.client.register_plugin(Trap(Role.DECODE, delay_s=1.0))

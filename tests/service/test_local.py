@@ -65,8 +65,7 @@ def test_stealing_and_memory_manager_are_off(local: Service):
     assert local.client.run_on_scheduler(look) == (False, False)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("role", [Role.DECODE, Role.PREFILL])
+@pytest.mark.parametrize("role", [pytest.param(Role.DECODE, marks=pytest.mark.slow), Role.PREFILL])
 def test_a_killed_worker_loses_and_repeats_nothing(local: Service, is_idle, eventually, role):
     prompts = [f"prompt {i} " * (1 + i % 5) for i in range(40)]
     expected = [c.text for c in local.client.gather(local.map(prompts, PARAMS))]

@@ -250,6 +250,21 @@ def test_streams_go_on_exactly_when_an_instance_leaves(cluster, mock, colocated,
         assert texts == expected
 
 
+def test_without_an_instance_streams_fail_with_the_reason(cluster, mock):
+    with (
+        dask.config.set({"daskserve.service.no-instance-timeout-s": 0.3}),
+        cluster(prefill=1, decode=1) as own,
+        Client(own) as client,
+        Service.attach(client, mock(mock_decode_s=0.02)) as service,
+    ):
+        stream = service.stream("hello", LONG)
+        next(stream)
+        gone = next(i.address for i in service.info() if i.role is Role.DECODE)
+        client.retire_workers([gone], close_workers=True, remove=True)
+        with pytest.raises(ClusterError, match="no DECODE instance for 0.3 s"):
+            list(stream)
+
+
 def test_an_instance_that_cannot_be_reached_is_left_for_another(
     cluster, mock, monkeypatch, eventually, is_idle
 ):

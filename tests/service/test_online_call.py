@@ -81,8 +81,8 @@ class Caller:
         self.call.on_scheduler(message)
         return self.instances[address].sent[-1]
 
-    def lose(self) -> None:
-        self.call.on_scheduler({"op": "lost"})
+    def lose(self, run_id: str = "1-a.1") -> None:
+        self.call.on_scheduler({"op": "lost", "run_id": run_id})
 
     def answer(self, op: str, run_id: str = "1-a", **fields: Any) -> None:
         self.call.on_instance({"op": op, "run_id": run_id, **fields})
@@ -136,6 +136,8 @@ def test_a_lost_decode_goes_on_from_what_was_sent(caller: Caller):
     caller.bind("DECODE", "d0")
     caller.emit(1, 11)
     caller.lose()
+    resume = {"op": "resume", "request_id": "1-a", "run_id": "1-a.1", "has_progress": True}
+    assert caller.scheduler.sent[-1] == resume
     assert caller.heard == set()  # late tokens of d0 go nowhere
     assert caller.instances["d0"].sent[-1]["op"] == "abort"
     run = caller.bind("DECODE", "d1", run_id="1-a.1")
@@ -146,6 +148,18 @@ def test_a_lost_decode_goes_on_from_what_was_sent(caller: Caller):
     assert not caller.is_closed
     caller.completed((10, 11, 12), run_id="1-a.1")
     assert ids_of(caller.stream) == [10, 11, 12]
+
+
+@pytest.mark.parametrize("num_decoded", [0, 1])
+def test_a_decode_has_got_on_only_with_a_token_of_its_own(caller: Caller, num_decoded: int):
+    caller.bind("PREFILL", "p0")
+    caller.prefilled()
+    caller.bind("DECODE", "d0")
+    caller.emit(0, 10)  # late: the prefill's
+    for number in range(num_decoded):
+        caller.emit(1 + number, 11)
+    caller.lose()
+    assert caller.scheduler.sent[-1]["has_progress"] is (num_decoded > 0)
 
 
 def test_a_repeated_prefill_does_not_change_the_first_token(caller: Caller):
@@ -209,7 +223,7 @@ async def test_nothing_is_reported_when_the_scheduler_saw_it_first(caller: Calle
     caller.lose()
     caller.bind("PREFILL", "p1", run_id="1-a.1")
     await online_call.asyncio.sleep(0.01)
-    assert caller.ops() == ["open"]
+    assert caller.ops() == ["open", "resume"]
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from daskserve.config import settings as configured
 from daskserve.core.instance import Role
-from daskserve.errors import InstanceLost, KilledInstance, Overloaded
+from daskserve.errors import ClusterError, InstanceLost, KilledInstance, Overloaded
 from daskserve.service.dispatch_state import DispatchState, InstanceState, Stage
 from daskserve.service.names import prefill_key, request_id_of
 from daskserve.service.online_dispatch import OnlineDispatch
@@ -43,7 +43,8 @@ class World:
         service = configured().service.model_copy(update=limits)
         self.online = OnlineDispatch(SimpleNamespace(generation=0), service, self)
         self.link = FakeLink()
-        self.finished: list[str] = []
+        self.has_progress = False
+        self.num_heard = 0
 
     # What the plugin does.
 
@@ -53,6 +54,12 @@ class World:
         self.freed.append((address, request_id))
 
     def pump(self) -> None:
+        while self.num_heard < len(self.link.told):  # the service answers to what was lost
+            told = self.link.told[self.num_heard]
+            self.num_heard += 1
+            if told["op"] == "lost":
+                resume = {"op": "resume", "has_progress": self.has_progress}
+                self.online._on_message(self.link, {**told, **resume})
         for role in (Role.DECODE, Role.COLOCATED, Role.PREFILL):
             while (binding := self.state.next_binding(role, self.now)) is not None:
                 stage, instance = binding
@@ -156,6 +163,32 @@ def test_who_takes_down_one_instance_after_another_is_given_up():
     assert world.online.num_open == 0
 
 
+@pytest.mark.parametrize("has_progress", [False, True])
+def test_only_those_that_had_not_got_on_are_tried_alone(has_progress: bool):
+    world = World()
+    world.has_progress = has_progress
+    world.start(Role.COLOCATED, "c0")
+    for number in range(3):
+        world.open(f"{number}-a", is_colocated=True)
+    world.lose("c0")
+    world.start(Role.COLOCATED, "c1")
+    bound = [world.link.last(f"{number}-a")["op"] for number in range(3)]
+    assert bound == (["bound"] * 3 if has_progress else ["bound", "lost", "lost"])
+
+
+def test_a_service_that_does_not_answer_holds_up_nobody():
+    world = pair()
+    world.open("1-a")
+    world.num_heard = 10**9
+    world.lose("p0")
+    world.start(Role.PREFILL, "p1")
+    assert world.link.last("1-a")["op"] == "lost"
+    assert world.open("2-a")["address"] == "p1"
+    world.say("close", "1-a", is_done=False)
+    world.say("close", "2-a", is_done=False)
+    assert world.online.num_open == 0 and not world.state.stages
+
+
 def test_an_unreachable_instance_is_not_chosen_again():
     world = pair()
     world.start(Role.PREFILL, "p1")
@@ -202,6 +235,16 @@ def test_a_request_may_ask_for_a_shorter_queue():
     assert isinstance(world.error("3-a"), Overloaded)
 
 
+def test_when_dispatch_gives_up_everybody_is_told():
+    world = pair()
+    bound = world.open("1-a")
+    world.open("2-a")
+    world.say("prefilled", "1-a", run_id=bound["run_id"])
+    world.online.refuse_all(ClusterError("restarted"))
+    assert [str(world.error(f"{i}-a")) for i in (1, 2)] == ["restarted"] * 2
+    assert world.online.num_open == 0 and not world.state.stages
+
+
 def test_an_id_cannot_be_opened_twice():
     world = pair()
     world.open("1-a")
@@ -237,6 +280,7 @@ def test_books_return_to_zero_whatever_happens(operations, is_colocated: bool):
         start(number)
     for step, (operation, number) in enumerate(operations):
         world.now += 0.3
+        world.has_progress = number % 2 == 0
         world.state.end_probations(world.now)
         request_id = open_ids[number % len(open_ids)] if open_ids else ""
         last = world.link.last(request_id) or {}

@@ -114,6 +114,17 @@ def test_what_was_lost_comes_from_the_result(stream: TokenStream):
     assert list(stream) == []
 
 
+def test_a_new_run_is_not_mixed_with_what_came_early_of_the_last(stream: TokenStream):
+    stream.put(delta(0, "a"))
+    stream.put(TokenDelta("1", 2, (99,), "?"))
+    so_far = stream.so_far()
+    assert (so_far.first_index, so_far.token_ids, so_far.text) == (0, (0,), "a")
+    for index in (1, 2):
+        stream.put(delta(index, "abc"[index]))
+    stream.finish(completion("abc"))
+    assert text_of(list(stream)) == "abc"
+
+
 def test_an_error_comes_after_the_tokens(stream: TokenStream):
     stream.put(delta(0, "a"))
     stream.fail(ValueError("broken"))

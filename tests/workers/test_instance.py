@@ -13,9 +13,7 @@ import pytest
 
 from daskserve.core.instance import Role
 from daskserve.core.kv import KVHandle
-from daskserve.core.request import TokenDelta
 from daskserve.errors import (
-    EngineStepFailed,
     InstanceLost,
     KVUnavailable,
     RequestCancelled,
@@ -208,32 +206,6 @@ async def test_a_request_that_comes_during_a_step_is_pulled_beside_it(pair, make
     await pair.baseline()
 
 
-async def test_a_failure_beside_a_step_fails_what_is_under_way_only(pair, make_request) -> None:
-    engine, loop = pair.decode.engine, asyncio.get_running_loop()
-    forward, computing, go_on = engine.runner.forward, threading.Event(), threading.Event()
-
-    def slow(batch):
-        computing.set()
-        go_on.wait(5)
-        return forward(batch)
-
-    def broken(sequence) -> bool:
-        loop.call_later(0.05, go_on.set)
-        raise ValueError("broken books")
-
-    engine.runner.forward = slow
-    first = asyncio.create_task(pair.answer(make_request("first", 5, max_tokens=180)))
-    await wait_until(computing.is_set)
-    engine.add_early = broken
-    with pytest.raises(ValueError, match="broken books"):
-        await pair.answer(make_request("second", 5, max_tokens=3))
-    with pytest.raises(EngineStepFailed, match="broken books"):
-        await first
-    del engine.add_early
-    assert (await pair.answer(make_request("third", 5, max_tokens=3))).num_output_tokens == 3
-    await pair.baseline()
-
-
 async def test_kv_freed_before_it_is_read_never_becomes_text(start, solo, make_request) -> None:
     pair = Pair(start(Role.PREFILL, num_kv_blocks=24, kv_lease_s=0.02), start(Role.DECODE))
     pair.before_copy = lambda handle: asyncio.sleep(0.1)
@@ -402,52 +374,3 @@ async def test_the_queue_stage_starts_at_submission_on_the_service_clock(
     timeline = (await instance.generate(request)).timeline
     assert 0.25 <= timeline.prefill_queue_s < 1.0
     assert timeline.prefill_s < 1.0
-
-
-# An answer that another instance has begun.
-
-
-@pytest.mark.parametrize("num_emitted", [1, 2, 7, 19])
-@pytest.mark.parametrize("role", [Role.DECODE, Role.COLOCATED])
-async def test_a_begun_answer_is_continued_exactly(role, num_emitted, start, pair, make_request):
-    request = make_request("r", 10, max_tokens=20, temperature=1.0, seed=3, logprobs=2)
-    deltas: list[TokenDelta] = []
-    whole = await pair.answer(request, deltas.append)
-    emitted = TokenDelta(
-        "r",
-        0,
-        whole.token_ids[:num_emitted],
-        "".join(delta.text for delta in deltas[:num_emitted]),
-        None,
-        whole.logprobs[:num_emitted],
-    )
-    instance = start(role)
-    more: list[TokenDelta] = []
-    if role is Role.DECODE:
-        prefilled = await pair.prefill.prefill(request, "here")
-        answer = await instance.decode(request, prefilled, pair.pull, more.append, emitted)
-        pair.prefill.release("r", prefilled.handle.secret)
-    else:
-        answer = await instance.generate(request, more.append, emitted)
-    assert (answer.token_ids, answer.text, answer.logprobs) == (
-        whole.token_ids,
-        whole.text,
-        whole.logprobs,
-    )
-    assert more[0].first_index == num_emitted
-    assert emitted.text + "".join(delta.text for delta in more) == whole.text
-    assert answer.timeline.num_recomputes == 1
-    await pair.baseline()
-
-
-async def test_what_was_emitted_stands_even_if_this_instance_would_say_otherwise(
-    start, make_request
-):
-    """As in bfloat16, where another batch can give another token."""
-    instance = start(Role.COLOCATED)
-    request = make_request("r", 10, max_tokens=8)
-    honest = await instance.generate(request)
-    other = next(i for i in range(70, 90) if i != honest.token_ids[0])
-    emitted = TokenDelta("r", 0, (other,), "?")
-    answer = await instance.generate(request, None, emitted)
-    assert answer.token_ids[0] == other and answer.num_output_tokens == 8

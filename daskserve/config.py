@@ -63,15 +63,16 @@ class RankSettings(_Section):
     """``daskserve.rank``: which rank of an instance of several workers this worker is."""
 
     instance: str | None
-    rank: int = Field(ge=0)
-    tp: int = Field(ge=1)
-    pp: int = Field(ge=1)
+    number: int = Field(ge=0)
+    tensor_parallel: int = Field(ge=1)
+    pipeline_parallel: int = Field(ge=1)
 
     @model_validator(mode="after")
     def _check(self) -> RankSettings:
-        if self.rank >= self.tp * self.pp:
-            raise ValueError(f"rank must be below tp * pp = {self.tp * self.pp}")
-        if self.instance is None and self.tp * self.pp > 1:
+        count = self.tensor_parallel * self.pipeline_parallel
+        if self.number >= count:
+            raise ValueError(f"number={self.number} must be below {count}, the number of ranks")
+        if self.instance is None and count > 1:
             raise ValueError("instance must name which instance the rank is of")
         return self
 

@@ -19,9 +19,9 @@ from distributed.core import Status
 from daskserve.config import RankSettings, ServiceSettings
 from daskserve.core.instance import EngineConfig
 from daskserve.core.kv import KVHandle
-from daskserve.core.placement import Parallelism
 from daskserve.core.shards import Shard
 from daskserve.errors import InstanceLost, KVUnavailable
+from daskserve.service.head import shape_of
 from daskserve.service.kv_parts import Limits, ask_to_pin, export_part, pull_parts, shown_handle
 from daskserve.service.kv_pull import OPERATION, KVServer
 from daskserve.service.names import FIND_GROUP, PULL_KV
@@ -56,7 +56,7 @@ class FollowerRank:
         self._place = place
         self._config = config
         self._settings = settings
-        self._parallelism = Parallelism(place.tp, place.pp)
+        self._parallelism = shape_of(place)
         self._address = worker.contact_address or worker.address
         self._follower: Follower | None = None
         self._head = ""
@@ -106,9 +106,9 @@ class FollowerRank:
         from daskserve.workers.parallel.group import Meeting, join_group
         from daskserve.workers.parallel.start import ADDRESS, start_rank
 
-        name = f"rank {self._place.rank} of {self._place.instance}"
+        name = f"rank {self._place.number} of {self._place.instance}"
         try:
-            store = join_group(Meeting(host, port), self._place.rank, _JOIN_S)
+            store = join_group(Meeting(host, port), self._place.number, _JOIN_S)
         except InstanceLost as error:
             logger.debug("%s waits: %s", name, error)
             return False
@@ -116,7 +116,7 @@ class FollowerRank:
             stage = start_rank(
                 self._config,
                 self._parallelism,
-                self._place.rank,
+                self._place.number,
                 store,
                 host=get_address_host(self._worker.address),
                 address=self._address,

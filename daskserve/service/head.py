@@ -21,6 +21,11 @@ if TYPE_CHECKING:
     from daskserve.workers.parallel.runner import ParallelRunner
 
 
+def shape_of(place: RankSettings) -> Parallelism:
+    """Shape of the instance that a worker is a rank of."""
+    return Parallelism(place.tensor_parallel, place.pipeline_parallel)
+
+
 class HeadRank:
     """Makes the runner of a head; use `load` as the instance's way to its model.
 
@@ -47,7 +52,7 @@ class HeadRank:
         self._place = place
         self._settings = settings
         self._on_lost = on_lost
-        self._parallelism = Parallelism(place.tp, place.pp)
+        self._parallelism = shape_of(place)
         self._host = get_address_host(worker.address)
         self._runner: ParallelRunner | None = None
 

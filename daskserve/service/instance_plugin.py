@@ -26,7 +26,7 @@ from daskserve.core.shards import Shard
 from daskserve.errors import ConfigError, DaskserveError, InstanceLost, KVUnavailable
 from daskserve.service.clock import clock_offset_s
 from daskserve.service.follower import FollowerRank
-from daskserve.service.head import HeadRank
+from daskserve.service.head import HeadRank, shape_of
 from daskserve.service.kv_parts import (
     Limits,
     PinServer,
@@ -92,12 +92,12 @@ class InstancePlugin(WorkerPlugin):
         self._role = role_of(worker.state.total_resources)
         place = settings().rank
         _check_place(place, self._role)
-        if place.rank > 0:
+        if place.number > 0:
             self._follower = FollowerRank(worker, place, self._config, self._settings)
             self._follower.start()
         if self._role is None:
             return
-        if place.tp * place.pp > 1:
+        if shape_of(place).num_gpus > 1:
             self._head = HeadRank(worker, place, self._settings, self._lose_from_thread)
         self._tokens = TokenSenders(worker.security)
         self._online = OnlineServer(self, self._settings.link_silence_s)
@@ -320,9 +320,9 @@ def config_id(config: EngineConfig) -> str:
 
 
 def _check_place(place: RankSettings, role: Role | None) -> None:
-    if place.rank > 0 and role is not None:
+    if place.number > 0 and role is not None:
         raise ConfigError(
-            f"daskserve.rank.rank={place.rank} of {place.instance} must carry no resource"
+            f"daskserve.rank.number={place.number} of {place.instance} must carry no resource"
             f" {role.value}: only rank 0 takes requests"
         )
 

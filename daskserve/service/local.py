@@ -109,7 +109,7 @@ def local_cluster(
         for rank in range(shape.num_gpus)
     ]
     workers = {
-        f"{place['instance']}.{place['rank']}" if place["rank"] else place["instance"]: _worker(
+        f"{place['instance']}.{place['number']}" if place["number"] else place["instance"]: _worker(
             role, config, settings, own_cores, place
         )
         for (role, place), own_cores in zip(ranks, _share(cores, len(ranks)), strict=True)
@@ -160,7 +160,12 @@ def _shapes(instances: Instances) -> Sequence[Parallelism]:
 
 def _place(instance: str, shape: Parallelism, rank: int) -> dict[str, Any]:
     """The section ``daskserve.rank`` of a worker's configuration."""
-    return {"instance": instance, "rank": rank, "tp": shape.tp, "pp": shape.pp}
+    return {
+        "instance": instance,
+        "number": rank,
+        "tensor-parallel": shape.tp,
+        "pipeline-parallel": shape.pp,
+    }
 
 
 def _worker(
@@ -170,7 +175,7 @@ def _worker(
     cores: Sequence[int] | None,
     place: dict[str, Any],
 ) -> dict[str, Any]:
-    is_head = place["rank"] == 0
+    is_head = place["number"] == 0
     slots = num_slots(role, config, settings) if is_head else 1
     num_threads = config.num_threads or (len(cores) if cores else os.cpu_count() or 1)
     return {

@@ -37,7 +37,13 @@ def test_an_ask_is_read_back(handle: KVHandle, num_bytes: int, shard: Shard | No
 
 @pytest.mark.parametrize(
     "answer",
-    [Answer(10, True), Answer(10, True, 2**64 - 1), Answer(2**40, False), Answer(reason="no such KV"), Answer(reason="")],
+    [
+        Answer(10, True),
+        Answer(10, True, 2**64 - 1),
+        Answer(2**40, False),
+        Answer(reason="no such KV"),
+        Answer(reason=""),
+    ],
 )
 def test_an_answer_is_read_back(answer: Answer):
     assert unpack_answer(pack_answer(answer)) == answer

@@ -264,6 +264,7 @@ class Engine:
             free_kv_blocks=self.pool.num_free,
             num_steps=self._num_steps,
             num_finished=self._num_finished,
+            bubble_share=self.runner.bubble_share,
         )
 
     def service_now(self) -> float:

@@ -87,6 +87,8 @@ class Runner(Protocol):
     dtype: torch.dtype
     shard: Shard
     """What of the KV is in the bound pool; less than ``shape.whole`` where other ranks help."""
+    bubble_share: float
+    """Of the steps' time so far, how much pipeline stages waited for each other; 0 for one."""
 
     def new_pool(self, num_blocks: int, block_size: int) -> KVPool:
         """A pool of the shard's KV with so many pages of so many tokens."""

@@ -32,6 +32,8 @@ class MockRunner:
         Gives the vocabulary and the context length.
     """
 
+    bubble_share = 0.0
+
     def __init__(self, config: EngineConfig, tokenizer: Tokenizer) -> None:
         self.dtype = getattr(torch, config.dtype)
         self.shape = ModelShape(

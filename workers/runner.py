@@ -31,6 +31,8 @@ class ModelRunner:
         The compiled step or attention, for models that have one.
     """
 
+    bubble_share = 0.0
+
     def __init__(
         self,
         model: torch.nn.Module,

@@ -52,9 +52,11 @@ class ParallelRunner:
         self.addresses = addresses
         self.parallelism = stage.group.parallelism
         self.shape, self.dtype, self.shard = stage.shape, stage.dtype, stage.shard
-        self.bubble_shares: list[float] = []
-        """Of each stage, as of the last beat: the share of the steps' time that it waited."""
-        self._elapsed_s = 0.0
+        self.elapsed_s = 0.0
+        """Seconds spent in ``forward`` so far."""
+        self.busy_s: list[float] = []
+        """Seconds that each stage has computed, as of the last beat."""
+        self.bubble_share = 0.0
         self._orders = OrderLine(stage.group)
         self._on_lost = on_lost
         self._lost: InstanceLost | None = None
@@ -95,7 +97,7 @@ class ParallelRunner:
         self._order(order, (owner, *page_ids), lambda: None)
 
     def beat(self) -> None:
-        """Have every rank say that it lives (InstanceLost); renews ``bubble_shares``."""
+        """Have every rank say that it lives (InstanceLost); renews ``busy_s``."""
         self._order(Order.BEAT, (), self._gather_busy)
 
     def close(self) -> None:
@@ -121,7 +123,7 @@ class ParallelRunner:
                 self._on_lost(self._lost)
                 raise self._lost from error
             if order is Order.STEP:
-                self._elapsed_s += time.perf_counter() - started_at
+                self.elapsed_s += time.perf_counter() - started_at
             return result
 
     def _run(self, batch: ForwardBatch) -> torch.Tensor:
@@ -155,8 +157,9 @@ class ParallelRunner:
 
     def _gather_busy(self) -> None:
         busy_s = [float(busy) for busy in self.group.gather(self.stage.busy())]
-        elapsed_s = max(self._elapsed_s, *busy_s, 1e-9)
-        self.bubble_shares = [1 - busy / elapsed_s for busy in busy_s[:: self.parallelism.tp]]
+        self.busy_s = busy_s[:: self.parallelism.tp]
+        share = sum(self.busy_s) / len(self.busy_s) / max(self.elapsed_s, 1e-9)
+        self.bubble_share = max(1 - share, 0.0) if self.elapsed_s else 0.0
 
     def _keep_alive(self) -> None:
         while not self._is_closed.wait(self.group.timeout_s / _BEATS_PER_TIMEOUT):

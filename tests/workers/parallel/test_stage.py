@@ -134,5 +134,6 @@ def test_bubbles_are_measured(ranks_of):
     for _ in range(5):
         ranks.runner.forward(batch(tokens, 0, 32))
     ranks.runner.beat()
-    assert len(ranks.runner.bubble_shares) == 2
-    assert all(0 < share < 0.9 for share in ranks.runner.bubble_shares)
+    assert len(ranks.runner.busy_s) == 2
+    assert all(0 < busy_s < ranks.runner.elapsed_s for busy_s in ranks.runner.busy_s)
+    assert 0 < ranks.runner.bubble_share < 0.9

@@ -148,6 +148,7 @@ class Connection:
                 raise ClusterError(
                     f"no instance on {', '.join(sorted(missing))} after"
                     f" {self._settings.start_timeout_s:g} s (setting service.start-timeout-s)"
+                    + "".join(_waiting(status["instances"]))
                 )
             await asyncio.sleep(_POLL_S)
 
@@ -164,6 +165,10 @@ class Connection:
                     f" ({report['info'].get('model', 'loading')}); close the service that"
                     " started it or use the same config"
                 )
+
+
+def _waiting(reports: list[dict[str, Any]]) -> list[str]:
+    return [f"; {r['address']}: {r['error']}" for r in reports if r["error"]]
 
 
 def _refuse_other_kv(report: dict[str, Any], config: EngineConfig) -> None:

@@ -16,6 +16,8 @@ from daskserve.errors import InstanceLost
 from daskserve.service.names import OPEN_GROUP
 
 if TYPE_CHECKING:
+    import torch.distributed as dist
+
     from daskserve.text.tokenizer import Tokenizer
     from daskserve.workers.loading import LoadModel
     from daskserve.workers.parallel.runner import ParallelRunner
@@ -54,6 +56,7 @@ class HeadRank:
         self._on_lost = on_lost
         self._parallelism = shape_of(place)
         self._host = get_address_host(worker.address)
+        self._store: dist.Store | None = None
         self._runner: ParallelRunner | None = None
 
     async def open(self, config: EngineConfig) -> LoadModel:
@@ -63,6 +66,7 @@ class HeadRank:
         meeting, store = await asyncio.to_thread(
             open_group, self._parallelism, self._host, config.rank_timeout_s
         )
+        self._store = store
         await getattr(self._worker.scheduler, OPEN_GROUP)(
             instance=self._place.instance,
             worker=self._worker.address,
@@ -89,6 +93,13 @@ class HeadRank:
             return self._runner, Tokenizer.load(resolve(config.model))
 
         return load
+
+    def call_off(self) -> None:
+        """Stop waiting for the other ranks, or for their weights."""
+        if self._store is not None and self._runner is None:
+            from daskserve.workers.parallel.group import call_off
+
+            call_off(self._store)
 
     def close(self) -> None:
         """End the group, once nothing is computed any more."""

@@ -121,6 +121,8 @@ class InstancePlugin(WorkerPlugin):
             worker.handlers.pop(name, None)
         if self._pins is not None:
             self._pins.close()
+        if self._head is not None:
+            self._head.call_off()
         # A model that is still loading cannot be stopped: it closes itself once it is there.
         await asyncio.wait([self._loading], timeout=_LOADING_GRACE_S)
         self._online.close()
@@ -230,7 +232,10 @@ class InstancePlugin(WorkerPlugin):
 
     async def _load(self) -> None:
         try:
-            load = None if self._head is None else await self._head.open(self._config)
+            load = None
+            if self._head is not None:
+                load = await self._head.open(self._config)
+                self._report(LOADING, error="it waits for the other ranks of its instance")
             instance = await asyncio.to_thread(_build, self._role, self._config, load)
         except InstanceLost as error:  # a rank that went while it loaded comes back
             self.lose(error)

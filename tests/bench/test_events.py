@@ -62,6 +62,8 @@ def test_an_error_event_has_its_code():
     with pytest.raises(ErrorEvent) as caught:
         chunk({"error": {"message": "too late", "code": "deadline_exceeded"}})
     assert (caught.value.code, str(caught.value)) == ("deadline_exceeded", "too late")
+    with pytest.raises(ErrorEvent, match="bad"):
+        chunk({"object": "error", "message": "bad", "type": "BadRequestError", "code": 400})
 
 
 @given(

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from daskserve.core.placement import Parallelism
-from daskserve.errors import ConfigError, InstanceLost
+from daskserve.errors import InstanceLost
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +56,11 @@ def open_group(
     return Meeting(host, port), store
 
 
+def call_off(store: dist.Store) -> None:
+    """The head does not want the group any more: whoever waits for it stops."""
+    store.set(f"words/{HEAD}", "it was called off")
+
+
 def join_group(meeting: Meeting, rank: int, timeout_s: float) -> dist.TCPStore:
     """A follower's view of the head's store; each rank may join once.
 
@@ -89,8 +94,6 @@ class RankGroup:
         Shape of the instance, and which rank this is: ``stage * tp + tp_rank``.
     host
         Address of this host that the other ranks reach.
-    device
-        Where the tensors are: ``cpu`` connects through gloo, ``cuda`` through NCCL too.
     timeout_s
         Most seconds without an answer of another rank.
     assembly_s
@@ -109,7 +112,6 @@ class RankGroup:
         rank: int,
         *,
         host: str,
-        device: str = "cpu",
         timeout_s: float,
         assembly_s: float,
     ) -> None:
@@ -121,23 +123,15 @@ class RankGroup:
         self.has_failed_rank = False
         """Whether the group is over because a rank raised something, not because it is gone."""
         self._is_over = False
-        self._groups: list[Any] = []
-        self._control = self._data = self._stage = None
+        self._all = self._peers = None
         self.meet("here", assembly_s)
         tp, limit = parallelism.tp, timedelta(seconds=timeout_s)
-
-        def connect(name: str, own: int, size: int, on: str) -> Any:
-            group = _connect(dist.PrefixStore(name, store), own, size, host, on, limit)
-            self._groups.append(group)
-            return group
-
         with self.watched():
-            self._control = connect("control", rank, self.num_ranks, "cpu")
-            self._data = self._control
-            if device != "cpu":
-                self._data = connect("data", rank, self.num_ranks, device)
+            everyone = dist.PrefixStore("all", store)
+            self._all = _connect(everyone, rank, self.num_ranks, host, limit)
             if tp > 1:
-                self._stage = connect(f"stage-{self.stage}", self.tp_rank, tp, device)
+                peers = dist.PrefixStore(f"stage-{self.stage}", store)
+                self._peers = _connect(peers, self.tp_rank, tp, host, limit)
 
     @property
     def num_ranks(self) -> int:
@@ -166,13 +160,13 @@ class RankGroup:
         options = dist.BroadcastOptions()
         options.rootRank = HEAD
         with self.watched():
-            self._control.broadcast([tensor], options).wait()
+            self._all.broadcast([tensor], options).wait()
 
     def reduce_stage(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum over the ranks of this stage, in place."""
         if self.parallelism.tp > 1:
             with self.watched():
-                self._stage.allreduce([tensor]).wait()
+                self._peers.allreduce([tensor]).wait()
         return tensor
 
     def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
@@ -182,16 +176,16 @@ class RankGroup:
         gathered = [torch.empty_like(tensor) for _ in range(self.num_ranks)]
         outputs = [gathered] if self.rank == HEAD else []
         with self.watched():
-            self._control.gather(outputs, [tensor], options).wait()
+            self._all.gather(outputs, [tensor], options).wait()
         return gathered if outputs else []
 
     def send(self, tensor: torch.Tensor, rank: int, tag: int) -> Callable[[], torch.Tensor]:
         """Start sending; the tensor must stay as it is until what is returned has been called."""
-        return self._start(self._data.send, tensor, rank, tag)
+        return self._start(self._all.send, tensor, rank, tag)
 
     def receive(self, tensor: torch.Tensor, rank: int, tag: int) -> Callable[[], torch.Tensor]:
         """Start receiving; what is returned waits and gives the tensor."""
-        return self._start(self._data.recv, tensor, rank, tag)
+        return self._start(self._all.recv, tensor, rank, tag)
 
     def meet(self, name: str, timeout_s: float) -> None:
         """Until every rank has come to the point ``name``; as soon as one fails, fail too."""
@@ -236,11 +230,10 @@ class RankGroup:
     def close(self) -> None:
         """Cut the connections; the other ranks notice."""
         self._is_over = True
-        for group in self._groups:
-            group.abort()
-        # The sockets close with the last reference.
-        self._groups.clear()
-        self._control = self._data = self._stage = None
+        for group in (self._peers, self._all):
+            if group is not None:
+                group.abort()
+        self._all = self._peers = None  # the sockets close with the last reference
 
     def _start(
         self, operation: Any, tensor: torch.Tensor, rank: int, tag: int
@@ -291,15 +284,9 @@ class RankGroup:
 
 
 def _connect(
-    store: dist.Store, rank: int, size: int, host: str, device: str, timeout: timedelta
-) -> Any:
-    if device == "cpu":
-        options = dist.ProcessGroupGloo._Options()
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
-        options._timeout = timeout
-        return dist.ProcessGroupGloo(store, rank, size, options)
-    if not dist.is_nccl_available():
-        raise ConfigError(f"device={device!r} needs a PyTorch with NCCL; this one has none")
-    options = dist.ProcessGroupNCCL.Options()
+    store: dist.Store, rank: int, size: int, host: str, timeout: timedelta
+) -> dist.ProcessGroupGloo:
+    options = dist.ProcessGroupGloo._Options()
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
     options._timeout = timeout
-    return dist.ProcessGroupNCCL(store, rank, size, options)
+    return dist.ProcessGroupGloo(store, rank, size, options)

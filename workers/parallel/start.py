@@ -33,7 +33,7 @@ def start_rank(
     Parameters
     ----------
     config
-        ``model``, ``dtype``, ``device``, ``num_threads`` and ``rank_timeout_s`` are used; the
+        ``model``, ``dtype``, ``num_threads`` and ``rank_timeout_s`` are used; the
         same on all ranks.
     parallelism, rank
         Shape of the instance, and which rank to be.
@@ -59,7 +59,6 @@ def start_rank(
         parallelism,
         rank,
         host=host,
-        device=config.device,
         timeout_s=config.rank_timeout_s,
         assembly_s=load_timeout_s,
     )

@@ -159,10 +159,9 @@ class Connection:
                     f"{report['role']} instance on {report['address']}: {report['error']}"
                 )
             if report["config_id"] != config_id(self._config):
-                _refuse_other_kv(report, self._config)
                 raise ClusterError(
                     f"{report['address']} already runs an instance with another EngineConfig"
-                    f" ({report['info'].get('model', 'loading')}); close the service that"
+                    f" ({_difference(report['info'], self._config)}); close the service that"
                     " started it or use the same config"
                 )
 
@@ -171,15 +170,13 @@ def _waiting(reports: list[dict[str, Any]]) -> list[str]:
     return [f"; {r['address']}: {r['error']}" for r in reports if r["error"]]
 
 
-def _refuse_other_kv(report: dict[str, Any], config: EngineConfig) -> None:
-    """KV cannot go between instances that keep it differently: say in what they differ."""
-    for name in ("dtype", "block_size"):
-        theirs, ours = report["info"].get(name), getattr(config, name)
-        if theirs is not None and theirs != ours:
-            raise ClusterError(
-                f"{report['address']} runs an instance with {name}={theirs}, this service has"
-                f" {name}={ours}: KV cannot go between them; use the same {name}"
-            )
+def _difference(info: dict[str, Any], config: EngineConfig) -> str:
+    """In what an instance keeps its KV differently, so that none can go between it and ours."""
+    for name in ("model", "dtype", "block_size"):
+        theirs, ours = info.get(name, "loading"), getattr(config, name)
+        if theirs != ours:
+            return f"{name}={theirs} there, {name}={ours} here"
+    return f"the same model {config.model}, other limits"
 
 
 def _is_colocated(workers: dict[str, str]) -> bool:

@@ -153,4 +153,4 @@ def test_instances_that_keep_kv_differently_are_refused_with_both_values(name, t
     }
     with pytest.raises(ClusterError) as caught:
         connection._check_reports([report])
-    assert f"with {name}={theirs}, this service has {name}={ours}" in str(caught.value)
+    assert f"{name}={theirs} there, {name}={ours} here" in str(caught.value)

@@ -32,7 +32,7 @@ def engine_of(placement: Placement, config: EngineConfig) -> EngineConfig:
     """The engine with the limits that the placement was planned with (ConfigError).
 
     All instances share one configuration here, so those of one role must not differ; of the KV
-    capacities the smallest counts.
+    capacities the smallest counts. A batch is as many micro-batches as there are stages.
     """
     has_colocated = placement.num_instances(Role.COLOCATED) > 0
     first = placement.of_role(Role.COLOCATED if has_colocated else Role.PREFILL)
@@ -40,7 +40,7 @@ def engine_of(placement: Placement, config: EngineConfig) -> EngineConfig:
     capacities = [i.kv_capacity_tokens for i in placement.instances if i.kv_capacity_tokens]
     planned = {
         "prefill_budget_tokens": _same("prefill_budget_tokens", first),
-        "max_batch_size": _same("max_batch_size", last),
+        "max_batch_size": _batch_size(last),
         "chunk_tokens": _same("chunk_tokens", first),
         "num_kv_blocks": max(1, min(capacities) // config.block_size) if capacities else None,
     }
@@ -48,7 +48,18 @@ def engine_of(placement: Placement, config: EngineConfig) -> EngineConfig:
 
 
 def _same(name: str, instances: tuple[InstancePlacement, ...]) -> int | None:
-    values = {getattr(instance, name) for instance in instances}
+    return _one(name, instances, {getattr(instance, name) for instance in instances})
+
+
+def _batch_size(instances: tuple[InstancePlacement, ...]) -> int | None:
+    """Planned is the size of a micro-batch, of which a step has one per stage."""
+    sizes = ((i.max_batch_size, i.parallelism.pp) for i in instances)
+    return _one("max_batch_size", instances, {size and size * pp for size, pp in sizes})
+
+
+def _one(
+    name: str, instances: tuple[InstancePlacement, ...], values: set[int | None]
+) -> int | None:
     if len(values) > 1:
         role = instances[0].role.value
         shown = ", ".join(str(value) for value in sorted(values, key=str))

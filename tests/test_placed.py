@@ -37,6 +37,14 @@ def test_a_placement_becomes_instances_with_its_limits():
     assert (config.max_batch_size, config.chunk_tokens, config.model) == (48, None, "mock")
 
 
+def test_a_batch_has_a_micro_batch_for_every_stage():
+    gpus = tuple(GPULocation(0, gpu) for gpu in range(6))
+    decode = InstancePlacement(Role.DECODE, Parallelism(2, 3), gpus, max_batch_size=16)
+    placement = Placement((one(Role.PREFILL, 6), decode), gpus_per_node=8)
+    assert shapes_of(placement)["decode"] == [Parallelism(2, 3)]
+    assert engine_of(placement, EngineConfig(model="mock")).max_batch_size == 48
+
+
 def test_colocated_instances_keep_their_chunks():
     placement = Placement((one(Role.COLOCATED, 0, chunk_tokens=256),), gpus_per_node=1)
     assert shapes_of(placement)["colocated"] == [Parallelism(1, 1)]

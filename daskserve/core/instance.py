@@ -32,7 +32,7 @@ class EngineConfig:
     num_kv_blocks
         Pages in the KV pool, scratch page excluded; None sizes it from ``kv_memory_bytes``.
     kv_memory_bytes
-        Memory for KV when ``num_kv_blocks`` is None.
+        Memory for KV when ``num_kv_blocks`` is None; of every rank, where there are several.
     block_size
         Tokens per page.
     prefill_budget_tokens

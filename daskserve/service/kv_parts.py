@@ -74,6 +74,8 @@ async def pull_parts(
     """
     from daskserve.workers.kv_pieces import piece_bytes, piece_digest
 
+    if not 0 < num_pages <= pool.num_blocks:
+        raise KVUnavailable(f"{num_pages} pages are asked for, this rank has {pool.num_blocks}")
     heads = shape.num_kv_heads
     held = ShardMap(Parallelism(handle.tp, handle.pp), shape.num_layers, heads, heads)
 

@@ -25,6 +25,9 @@ WORKER_TTL = "30s"
 _TTL_LOOK_S = 1.0
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
+# When a rank dies torch's C++ prints a stack trace per connection; our errors say who it was.
+_QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
+
 Cores = Sequence[Sequence[int]] | str | None
 Instances = int | Sequence[Parallelism]
 """How many instances of one worker each, or the shape of every instance."""
@@ -188,7 +191,7 @@ def _worker(
             "memory_limit": 0,  # the KV pool is ours to watch, Dask would take it for a leak
             "dashboard": False,
             "dashboard_address": f"{_HOST}:0",
-            "env": dict.fromkeys(_THREAD_VARIABLES, str(num_threads)),
+            "env": dict.fromkeys(_THREAD_VARIABLES, str(num_threads)) | _QUIET,
             "plugins": (CoreAffinity(cores),) if cores else (),
             # Failed requests raise where they are awaited; what workers log of them, and of the
             # moment the cluster stops, is noise.

@@ -46,7 +46,12 @@ def read_model(model_dir: Path, parallelism: Parallelism) -> ShardedModel:
     InvalidParameter
         The model cannot be shared out like this.
     """
-    config = AutoConfig.from_pretrained(model_dir, local_files_only=True)
+    try:
+        config = AutoConfig.from_pretrained(model_dir, local_files_only=True)
+    except Exception as error:  # transformers raises many kinds for what it does not know
+        raise ModelError(
+            f"{model_dir} cannot be served by an instance of several workers: {error}"
+        ) from error
     family = family_of(config)
     heads = config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads

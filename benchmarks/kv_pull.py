@@ -96,9 +96,8 @@ async def move(way: str, handle: KVHandle, dask_worker: Worker) -> float:
 
     destination = Destination(1, pages, rig.pool)
 
-    async def pull_pages(handle: KVHandle, to: Destination) -> int:
+    async def pull_pages(handle: KVHandle, to: Destination) -> None:
         await pull(dask_worker.rpc, handle, to.views, connect_timeout_s=5, stall_timeout_s=5)
-        return 0
 
     started_at = time.perf_counter()
     if way == "bare rpc":

@@ -30,7 +30,6 @@ from daskserve.service.kv_parts import Limits, export_part, pull_parts
 from daskserve.service.kv_pull import OPERATION, KVServer, pull
 from daskserve.workers.forward import ForwardBatch, ModelShape
 from daskserve.workers.kv_digest import slice_digests, summed
-from daskserve.workers.kv_pieces import write_piece
 from daskserve.workers.kv_pool import KVPool
 from daskserve.workers.parallel.follower import Follower
 from daskserve.workers.parallel.group import Meeting, join_group, open_group
@@ -142,7 +141,7 @@ def hold(port, core: int) -> None:
         digest = summed(slice_digests(pool, pages, half))
 
         async def part(handle: KVHandle, shard: Shard):
-            return await export_part(pool, pages, shard), digest
+            return export_part(pool, pages, shard), digest
 
         def whole(handle: KVHandle):
             return pool.page_views(range(1, KV_PAGES // 2 + 1))
@@ -179,12 +178,10 @@ async def reshard(seconds: float) -> list[dict]:
         slice_digests(whole, range(1, KV_PAGES // 2 + 1))
 
     async def parts() -> None:
-        pieces, _ = await pull_parts(connections, handle, half, KV_SHAPE, KV_PAGES, LIMITS)
-        for shard, data in pieces:
-            write_piece(half, pages, shard, data)
+        await pull_parts(connections, handle, half, KV_SHAPE, KV_PAGES, LIMITS, pages)
 
     times: dict[str, list[float]] = {"plain": [], "parts": []}
-    while sum(times["parts"]) < seconds:
+    while len(times["parts"]) < 3 or sum(times["parts"]) < seconds:
         for name, way in (("plain", plain), ("parts", parts)):
             started_at = time.perf_counter()
             await way()

@@ -6,7 +6,7 @@ whole pages do; only its two ends copy in strides.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -15,11 +15,31 @@ from daskserve.errors import KVUnavailable
 from daskserve.workers.kv_digest import words_digest
 from daskserve.workers.kv_pool import KVPool
 
+_CHUNK_BYTES = 2**21  # stays in the cache between its copy and the socket
+
 
 def piece_bytes(pool: KVPool, num_pages: int, shard: Shard) -> int:
     """Bytes of the layers and heads of ``shard`` in so many pages."""
     words = pool.slices.shape[-1]
     return num_pages * shard.num_layers * 2 * shard.num_heads * words * pool.slices.itemsize
+
+
+def read_chunks(pool: KVPool, page_ids: Sequence[int], shard: Shard) -> Iterator[memoryview]:
+    """The bytes of `read_piece`, some pages at a time: they travel while others are read."""
+    step = _pages_per_chunk(pool, shard)
+    for start in range(0, len(page_ids), step):
+        yield read_piece(pool, page_ids[start : start + step], shard)
+
+
+def write_chunks(pool: KVPool, page_ids: Sequence[int], shard: Shard) -> Iterator[memoryview]:
+    """Room for the bytes of `read_chunks`: what is filled is written when the next is asked for."""
+    step = _pages_per_chunk(pool, shard)
+    room = memoryview(bytearray(piece_bytes(pool, min(step, len(page_ids)), shard)))
+    for start in range(0, len(page_ids), step):
+        pages = page_ids[start : start + step]
+        chunk = room[: piece_bytes(pool, len(pages), shard)]
+        yield chunk
+        write_piece(pool, pages, shard, chunk)
 
 
 def read_piece(pool: KVPool, page_ids: Sequence[int], shard: Shard) -> memoryview:
@@ -42,6 +62,10 @@ def write_piece(pool: KVPool, page_ids: Sequence[int], shard: Shard, data: memor
     layers, heads = shard.within(pool.shard)
     target = pool.slices[:, layers, :, heads]
     target[np.asarray(page_ids, dtype=np.int64)] = _as_words(pool, data, shard)
+
+
+def _pages_per_chunk(pool: KVPool, shard: Shard) -> int:
+    return max(_CHUNK_BYTES // piece_bytes(pool, 1, shard), 1)
 
 
 def _as_words(pool: KVPool, data: memoryview, shard: Shard) -> np.ndarray:

@@ -37,12 +37,10 @@ class Destination:
         return self.pool.page_views(self.pages)
 
 
-Pull = Callable[[KVHandle, Destination], Awaitable[int]]
-"""Fills the destination, or raises ``KVUnavailable``; returns the digest of what other ranks have
-pulled, 0 where there are none. Once it has returned, raised or been cancelled, nothing may write
-to the pages any more: they may belong to someone else."""
-
-_MODULUS = 2**64
+Pull = Callable[[KVHandle, Destination], Awaitable[int | None]]
+"""Fills the destination, or raises ``KVUnavailable``; returns the digest of what all ranks have
+pulled, or None where there is one rank and nobody has computed it. Once it has returned, raised or
+been cancelled, nothing may write to the pages any more: they may belong to someone else."""
 
 _INLINE_DIGEST_BYTES = 2**24  # 1-2 ms: a hop to another thread and back can take longer
 
@@ -60,9 +58,10 @@ async def pull_verified(
         Not done after ``timeout_s`` seconds.
     """
     async with asyncio.timeout(timeout_s):
-        elsewhere = await pull(handle, destination)
-    check = partial(kv_digest, destination.pool, destination.pages)
-    is_small = sum(view.nbytes for view in destination.views) < _INLINE_DIGEST_BYTES
-    digest = check() if is_small else await asyncio.to_thread(check)
-    if (digest + elsewhere) % _MODULUS != handle.digest:
+        digest = await pull(handle, destination)
+    if digest is None:
+        check = partial(kv_digest, destination.pool, destination.pages)
+        is_small = sum(view.nbytes for view in destination.views) < _INLINE_DIGEST_BYTES
+        digest = check() if is_small else await asyncio.to_thread(check)
+    if digest != handle.digest:
         raise KVUnavailable(f"the pulled KV of {handle.request_id} is not what was computed")

@@ -23,7 +23,7 @@ from daskserve.core.shards import Shard
 from daskserve.errors import InstanceLost, KVUnavailable
 from daskserve.service.head import shape_of
 from daskserve.service.kv_parts import Limits, ask_to_pin, export_part, pull_parts, shown_handle
-from daskserve.service.kv_pull import OPERATION, KVServer
+from daskserve.service.kv_pull import OPERATION, KVServer, Views
 from daskserve.service.names import FIND_GROUP, PULL_KV
 
 if TYPE_CHECKING:
@@ -135,10 +135,10 @@ class FollowerRank:
 
     # Handlers.
 
-    async def _export_part(self, handle: KVHandle, shard: Shard) -> tuple[list[memoryview], int]:
+    async def _export_part(self, handle: KVHandle, shard: Shard) -> tuple[Views, int]:
         follower = self._serving()
         pages, digest = await ask_to_pin(self._worker.rpc, self._head, handle, shard, self._limits)
-        return await export_part(follower.pool, pages, shard), digest
+        return export_part(follower.pool, pages, shard), digest
 
     async def _pull(self, handle: dict[str, Any], owner: int, num_pages: int) -> dict[str, Any]:
         try:

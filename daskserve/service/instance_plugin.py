@@ -36,7 +36,7 @@ from daskserve.service.kv_parts import (
     pull_parts,
     release_kv,
 )
-from daskserve.service.kv_pull import OPERATION, KVServer, pull
+from daskserve.service.kv_pull import OPERATION, KVServer, Views, pull
 from daskserve.service.members import FAILED, LOADING, LOST, READY, Report
 from daskserve.service.names import (
     CLOCK,
@@ -167,7 +167,7 @@ class InstancePlugin(WorkerPlugin):
         ts = self._worker.state.tasks.get(key)
         return ts is None or ts.state == "cancelled"
 
-    async def pull(self, handle: KVHandle, destination: Destination) -> int:
+    async def pull(self, handle: KVHandle, destination: Destination) -> int | None:
         """Fetch the KV of a prefill into pages of this instance (KVUnavailable)."""
         followers = self._instance.engine.holding.followers
         if handle.ranks or followers:
@@ -179,29 +179,25 @@ class InstancePlugin(WorkerPlugin):
             connect_timeout_s=self._settings.pull_connect_timeout_s,
             stall_timeout_s=self._settings.pull_stall_timeout_s,
         )
-        return 0
+        return None
 
     async def _pull_parts(
         self, handle: KVHandle, destination: Destination, followers: tuple[str, ...]
     ) -> int:
-        """Every rank fetches its layers and heads at once; those of others count by digest."""
-        from daskserve.workers.kv_pieces import write_piece
-
-        limits, num_pages = self._limits, len(destination.pages)
+        """Every rank fetches its layers and heads at once; the digest of all of them."""
+        limits, pages = self._limits, destination.pages
         connections, shape = self._worker.rpc, self._instance.engine.runner.shape
-        (pieces, _), *digests = await all_of(
+        (_, own), *others = await all_of(
             [
-                pull_parts(connections, handle, destination.pool, shape, num_pages, limits),
+                pull_parts(connections, handle, destination.pool, shape, len(pages), limits, pages),
                 *(
-                    ask_to_pull(connections, address, handle, destination.owner, num_pages, limits)
+                    ask_to_pull(connections, address, handle, destination.owner, len(pages), limits)
                     for address in followers
                 ),
             ]
         )
-        for shard, data in pieces:
-            write_piece(destination.pool, destination.pages, shard, data)
         await release_kv(connections, handle, limits.connect_s)
-        return sum(digests) % 2**64
+        return (own + sum(others)) % 2**64
 
     @property
     def _limits(self) -> Limits:
@@ -298,11 +294,11 @@ class InstancePlugin(WorkerPlugin):
             raise KVUnavailable(f"the instance on {self.address} is closed")
         return self._instance.export(handle)
 
-    async def _export_part(self, handle: KVHandle, shard: Shard) -> tuple[list[memoryview], int]:
+    async def _export_part(self, handle: KVHandle, shard: Shard) -> tuple[Views, int]:
         if self._instance is None:
             raise KVUnavailable(f"the instance on {self.address} is closed")
         pages, digest = self._instance.pin_part(handle, shard)
-        return await export_part(self._instance.engine.pool, pages, shard), digest
+        return export_part(self._instance.engine.pool, pages, shard), digest
 
     def _release_kv(self, request_id: str, secret: bytes) -> None:
         if self._instance is not None:

@@ -20,7 +20,7 @@ from daskserve.core.kv import KVHandle
 from daskserve.core.placement import Parallelism
 from daskserve.core.shards import Shard, ShardMap
 from daskserve.errors import KVUnavailable
-from daskserve.service.kv_pull import pull
+from daskserve.service.kv_pull import Chunks, Views, pull
 from daskserve.service.kv_wire import pack_ask, unpack_ask
 from daskserve.service.names import PIN_KV, PULL_KV, RELEASE_KV
 
@@ -50,6 +50,7 @@ async def pull_parts(
     shape: ModelShape,
     num_pages: int,
     limits: Limits,
+    pages: Sequence[int] = (),
 ) -> tuple[Pieces, int]:
     """Fetch what this rank needs of a prefill instance's KV, from all ranks that have it at once.
 
@@ -61,18 +62,22 @@ async def pull_parts(
         Says what this rank needs, and of what model.
     num_pages
         Pages that the KV takes.
+    pages
+        Write it into these pages as it comes; nothing does so any more once this has returned,
+        raised or been cancelled. Without pages it is kept in memory.
 
     Returns
     -------
     pieces, digest
-        What to write with `write_piece`, and the digest of all of it.
+        What was kept, to be written with `write_piece`, and the digest of all that came.
 
     Raises
     ------
     KVUnavailable
         A rank refused or was not reached, or other bytes arrived than were computed.
     """
-    from daskserve.workers.kv_pieces import piece_bytes, piece_digest
+    from daskserve.workers.kv_digest import slice_digests, summed
+    from daskserve.workers.kv_pieces import piece_bytes, piece_digest, write_chunks
 
     if not 0 < num_pages <= pool.num_blocks:
         raise KVUnavailable(f"{num_pages} pages are asked for, this rank has {pool.num_blocks}")
@@ -80,18 +85,23 @@ async def pull_parts(
     held = ShardMap(Parallelism(handle.tp, handle.pp), shape.num_layers, heads, heads)
 
     async def fetch(rank: int, shard: Shard) -> tuple[Shard, memoryview, int]:
-        data = memoryview(bytearray(piece_bytes(pool, num_pages, shard)))
+        num_bytes = piece_bytes(pool, num_pages, shard)
+        data = memoryview(bytearray(0 if pages else num_bytes))
+        room: Views = Chunks(num_bytes, write_chunks(pool, pages, shard)) if pages else [data]
         address = handle.ranks[rank] if handle.ranks else handle.instance_address
         stated = await pull(
             connections,
             handle,
-            [data],
+            room,
             connect_timeout_s=limits.connect_s,
             stall_timeout_s=limits.stall_s,
             address=address,
             shard=shard,
         )
-        digest = await asyncio.to_thread(piece_digest, pool, data, shard)
+        if pages:
+            digest = summed(await asyncio.to_thread(slice_digests, pool, pages, shard))
+        else:
+            digest = await asyncio.to_thread(piece_digest, pool, data, shard)
         if digest != stated:
             raise KVUnavailable(
                 f"what {address} sent of layers {shard.layers} and heads {shard.heads} of"
@@ -100,7 +110,7 @@ async def pull_parts(
         return shard, data, digest
 
     fetched = await all_of([fetch(p.rank, p.shard) for p in held.pieces_for(pool.shard)])
-    pieces = [(shard, data) for shard, data, _ in fetched]
+    pieces = [] if pages else [(shard, data) for shard, data, _ in fetched]
     return pieces, sum(digest for _, _, digest in fetched) % 2**64
 
 
@@ -187,9 +197,15 @@ class PinServer:
             self._instance.release(request_id, secret)
 
 
-async def export_part(pool: KVPool, pages: Sequence[int], shard: Shard) -> list[memoryview]:
-    """Bytes of these layers and heads: the pages themselves where that is all this rank has."""
-    from daskserve.workers.kv_pieces import read_piece
+def export_part(pool: KVPool, pages: Sequence[int], shard: Shard) -> Views:
+    """Bytes of these layers and heads: the pages themselves where that is all this rank has.
+
+    Raises
+    ------
+    KVUnavailable
+        This rank has not all of them.
+    """
+    from daskserve.workers.kv_pieces import piece_bytes, read_chunks
 
     own = pool.shard
     if own.common(shard) != shard:
@@ -199,7 +215,7 @@ async def export_part(pool: KVPool, pages: Sequence[int], shard: Shard) -> list[
         )
     if shard == own:
         return pool.page_views(pages)
-    return [await asyncio.to_thread(read_piece, pool, pages, shard)]
+    return Chunks(piece_bytes(pool, len(pages), shard), read_chunks(pool, pages, shard))
 
 
 async def all_of(coroutines: Sequence[Coroutine[Any, Any, Any]]) -> list[Any]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from distributed.comm import Comm
@@ -42,13 +42,23 @@ _ARRAYS = ["dask", "msgpack"]
 T = TypeVar("T")
 Export = Callable[[KVHandle], list[memoryview]]
 Release = Callable[[str, bytes], None]
-ExportPart = Callable[[KVHandle, Shard], Awaitable[tuple[list[memoryview], int]]]
+
+
+class Chunks(NamedTuple):
+    """Bytes that are made, or taken, chunk by chunk: each is good until the next is asked for."""
+
+    num_bytes: int
+    chunks: Iterator[memoryview]
+
+
+Views = list[memoryview] | Chunks
+ExportPart = Callable[[KVHandle, Shard], Awaitable[tuple[Views, int]]]
 
 
 async def pull(
     pool: ConnectionPool,
     handle: KVHandle,
-    destination: list[memoryview],
+    destination: Views,
     *,
     connect_timeout_s: float,
     stall_timeout_s: float,
@@ -64,8 +74,8 @@ async def pull(
     handle
         What the prefill returned.
     destination
-        Writable bytes in the order of the holder's pages. Nothing writes to them once this has
-        returned, raised or been cancelled.
+        Writable bytes in the order of the holder's pages. Nothing writes to them, or asks for the
+        next chunk, once this has returned, raised or been cancelled.
     connect_timeout_s, stall_timeout_s
         Most seconds to reach the holder, and without any progress.
     address, shard
@@ -107,11 +117,11 @@ class _Refused(Exception):
 async def _receive(
     comm: Comm,
     handle: KVHandle,
-    destination: list[memoryview],
+    destination: Views,
     stall_s: float,
     shard: Shard | None,
 ) -> int:
-    num_bytes = sum(view.nbytes for view in destination)
+    num_bytes = _num_bytes(destination)
     ask = {"op": OPERATION, "ask": pack_ask(handle, num_bytes, shard)}
     await _soon(comm.write(ask, serializers=_PLAIN), stall_s)
     answer = unpack_answer(await _soon(comm.read(deserializers=_PLAIN), stall_s))
@@ -131,10 +141,10 @@ async def _receive(
     return answer.digest
 
 
-async def _receive_messages(comm: Comm, destination: list[memoryview], stall_s: float) -> None:
+async def _receive_messages(comm: Comm, destination: Views, stall_s: float) -> None:
     """Pieces as arrays, cut without regard to the bounds of our pages."""
     data = np.empty(0, np.uint8)
-    for view in destination:
+    for view in _pieces(destination):
         target = np.frombuffer(view, np.uint8)
         while target.size:
             if not data.size:
@@ -194,7 +204,7 @@ class KVServer:
         try:
             asked = unpack_ask(ask, self._address)
             views, digest = await self._views(asked)
-            held = sum(view.nbytes for view in views)
+            held = _num_bytes(views)
             if held != asked.num_bytes:
                 raise KVUnavailable(f"{asked.num_bytes} bytes asked of {held}")
         except KVUnavailable as refusal:
@@ -209,14 +219,14 @@ class KVServer:
             self._release(asked.handle.request_id, asked.handle.secret)
         return Status.dont_reply
 
-    async def _views(self, asked: Ask) -> tuple[list[memoryview], int]:
+    async def _views(self, asked: Ask) -> tuple[Views, int]:
         if asked.shard is None:
             return self._export(asked.handle), asked.handle.digest
         if self._export_part is None:
             raise KVUnavailable(f"{self._address} does not give parts of its KV")
         return await self._export_part(asked.handle, asked.shard)
 
-    async def _send(self, comm: Comm, views: list[memoryview], answer: Answer) -> None:
+    async def _send(self, comm: Comm, views: Views, answer: Answer) -> None:
         stream = _byte_stream(comm)
         await _soon(comm.write(pack_answer(answer), serializers=_PLAIN), self._stall_s)
         if stream is not None:
@@ -236,8 +246,12 @@ def _byte_stream(comm: Comm) -> IOStream | None:
     return stream if isinstance(stream, IOStream) else None
 
 
-def _pieces(views: list[memoryview]) -> Iterator[memoryview]:
-    for view in views:
+def _num_bytes(views: Views) -> int:
+    return views.num_bytes if isinstance(views, Chunks) else sum(view.nbytes for view in views)
+
+
+def _pieces(views: Views) -> Iterator[memoryview]:
+    for view in views.chunks if isinstance(views, Chunks) else views:
         for start in range(0, view.nbytes, _PIECE_BYTES):
             yield view[start : start + _PIECE_BYTES]
 

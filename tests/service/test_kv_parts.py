@@ -82,7 +82,7 @@ async def holder(tp: int, pp: int) -> AsyncIterator[tuple[Holder, ConnectionPool
             held.num_pulls += 1
             head = held.servers[0].address
             pages, digest = await ask_to_pin(connections, head, handle, shard, LIMITS)
-            return await export_part(pool, pages, shard), digest
+            return export_part(pool, pages, shard), digest
 
         # The handle names the head, whichever rank is asked.
         serving = KVServer(held.servers[0].address, None, None, 0.5, export)
@@ -108,7 +108,10 @@ async def test_every_rank_gets_its_layers_and_heads_in_one_piece_per_holder(sour
         total, num_pieces = 0, 0
         for rank in range(map_of(*target).num_ranks):
             pool = pool_of(map_of(*target), rank, fill=False)
-            pieces, digest = await pull_parts(connections, held.handle, pool, SHAPE, 3, LIMITS)
+            pages = () if rank else TARGET  # the head writes at once, the others when it says so
+            pieces, digest = await pull_parts(
+                connections, held.handle, pool, SHAPE, 3, LIMITS, pages
+            )
             for shard, data in pieces:
                 write_piece(pool, TARGET, shard, data)
             full = pool_of(map_of(*target), rank, fill=True)

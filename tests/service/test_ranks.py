@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 import dask
 import pytest
 from click.testing import CliRunner
-from distributed import wait
 
 from daskserve import EngineConfig, SamplingParams, Service
 from daskserve.cli import main
@@ -98,7 +97,7 @@ def test_a_killed_rank_loses_no_row(name, unlike, expected, is_idle, eventually)
     params = SamplingParams(max_tokens=40, ignore_eos=True)
     prompts = [f"row {i} " * 4 for i in range(30)]
     futures = unlike.map(prompts, params)
-    wait(futures[:1])
+    futures[0].result(timeout=60)
     kill(unlike, name)
     answers = [future.result(timeout=120).token_ids for future in futures]
     assert answers == expected(prompts, params)

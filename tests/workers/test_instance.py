@@ -29,13 +29,12 @@ class Pair:
         self.prefill, self.decode = prefill, decode
         self.before_copy: Callable[[KVHandle], object] = lambda handle: asyncio.sleep(0)
 
-    async def pull(self, handle: KVHandle, destination: Destination) -> int:
+    async def pull(self, handle: KVHandle, destination: Destination) -> None:
         await self.before_copy(handle)
         data = b"".join(self.prefill.export(handle))
         for view in destination.views:
             view[:], data = data[: view.nbytes], data[view.nbytes :]
         self.prefill.release(handle.request_id, handle.secret)
-        return 0
 
     async def answer(self, request, on_token=None):
         prefilled = await self.prefill.prefill(request, "here", on_token)
@@ -125,10 +124,9 @@ async def test_a_pull_that_fails_is_computed_again(fault, start, solo, make_requ
 async def test_damaged_or_incomplete_kv_is_not_believed(piece, pair, solo, make_request) -> None:
     copy = pair.pull
 
-    async def damaged(handle: KVHandle, destination: Destination) -> int:
+    async def damaged(handle: KVHandle, destination: Destination) -> None:
         await copy(handle, destination)
         destination.views[piece][piece] ^= 1
-        return 0
 
     pair.pull = damaged
     request = make_request("r", 20, max_tokens=10)
@@ -226,14 +224,13 @@ async def test_pages_read_after_their_pin_ran_out_are_not_believed(
         start(Role.DECODE),
     )
 
-    async def slow_sender(handle: KVHandle, destination: Destination) -> int:
+    async def slow_sender(handle: KVHandle, destination: Destination) -> None:
         sources = pair.prefill.export(handle)
         await pair.prefill.prefill(make_request("churn1", 20, max_tokens=2), "here")
         await asyncio.sleep(0.05)
         data = b"".join(sources)
         for view in destination.views:
             view[:], data = data[: view.nbytes], data[view.nbytes :]
-        return 0
 
     pair.pull = slow_sender
     request = make_request("r", 20, max_tokens=6)

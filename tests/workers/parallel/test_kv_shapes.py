@@ -12,9 +12,16 @@ from daskserve.core.instance import Role
 from daskserve.core.placement import Parallelism
 from daskserve.core.shards import Shard, ShardMap
 from daskserve.errors import KVUnavailable
+from daskserve.workers import kv_pieces
 from daskserve.workers.forward import ModelShape
 from daskserve.workers.kv_digest import slice_digests, summed
-from daskserve.workers.kv_pieces import piece_bytes, read_piece, write_piece
+from daskserve.workers.kv_pieces import (
+    piece_bytes,
+    read_chunks,
+    read_piece,
+    write_chunks,
+    write_piece,
+)
 from daskserve.workers.kv_pool import KVPool
 
 from .test_tokens import MODELS, SHAPES, generate
@@ -68,6 +75,21 @@ def test_pieces_carry_every_byte_to_its_place(shapes):
             write_piece(pool, [1, 6], piece.shard, data)
         assert torch.equal(pool.pages[[1, 6]], filled_pool(shard).pages[[4, 2]])
         assert not pool.pages[[0, 2, 3, 4, 5]].any()
+
+
+@pytest.mark.parametrize("chunk_bytes", [1, 9000, 2**20])
+def test_chunks_are_the_piece(chunk_bytes, monkeypatch):
+    monkeypatch.setattr(kv_pieces, "_CHUNK_BYTES", chunk_bytes)
+    source, target = filled_pool(), KVPool(SHAPE, torch.float32, 6, 4)
+    shard, pages = Shard(1, 2, 1, 2), [4, 2, 5]
+    chunks = read_chunks(source, pages, shard)
+    for room in write_chunks(target, [1, 6, 3], shard):
+        room[:] = next(chunks)
+    assert next(chunks, None) is None
+    layers, heads = shard.within(SHAPE.whole)
+    expected = torch.zeros_like(target.pages)
+    expected[[1, 6, 3], layers, :, heads] = source.pages[pages, layers, :, heads]
+    assert torch.equal(target.pages, expected)
 
 
 def test_a_piece_of_another_size_is_refused():

@@ -191,9 +191,9 @@ def run_generate(dtype: str, threads: int, plan: dict) -> dict[str, float]:
             model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=settings)
         return time.perf_counter() - started_at
 
-    seconds(1, 2)
     figures, tokens = {}, plan["tokens"]
     for batch in plan["batches"]:
+        seconds(batch, 2)  # a new shape costs the first call more
         first_s = median_of(plan["rounds"], lambda batch=batch: seconds(batch, 1))
         all_s = median_of(plan["rounds"], lambda batch=batch: seconds(batch, tokens))
         if batch == 1:

@@ -125,10 +125,10 @@ def measure(
     def median(prompts: list[list[int]], tokens: int) -> float:
         return float(np.median([seconds(prompts, tokens) for _ in range(plan["rounds"])]))
 
-    seconds(fixed_prompts(1), 2)
     figures, tokens = {}, plan["tokens"]
     for batch in plan["batches"]:
         prompts = fixed_prompts(batch)
+        seconds(prompts, 2)  # a new shape costs the first call more
         first_s, all_s = median(prompts, 1), median(prompts, tokens)
         if batch == 1:
             figures["prefill"] = len(prompts[0]) / first_s

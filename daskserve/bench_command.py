@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from daskserve.core.slo import SLO
     from daskserve.planner.workload import Workload
 
-_SEARCH_S, _LONGEST = 30.0, 10
+_SEARCH_S, _LONGEST = 60.0, 10
 """Seconds of one run of a search, and how many times that a run of few requests may last."""
 
 _TOLERANCE = 0.05

@@ -117,7 +117,7 @@ answer_options = options(
         "--find-goodput",
         is_flag=True,
         help="Try rates from --rate (default: 1) for the highest that meets the limits, "
-        "--duration (default: 30) seconds each.",
+        "--duration (default: 60) seconds each.",
     ),
     click.option("--max-rate", type=float, help="With --find-goodput: try no higher rate."),
     click.option(

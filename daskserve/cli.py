@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 import click
 
 from daskserve.bench_command import bench_command
+from daskserve.calibrate_command import calibrate_command
 from daskserve.command_options import (
     check_placement,
     engine_options,
@@ -209,6 +210,7 @@ def profile_prefill_command(model: str, dtype: str, threads: int | None) -> None
 
 main.add_command(serve_command)
 main.add_command(bench_command)
+main.add_command(calibrate_command)
 main.add_command(plan_command)
 main.add_command(simulate_command)
 

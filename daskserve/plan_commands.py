@@ -62,13 +62,21 @@ _workload_options = _options(
     ),
     click.option("--seeds", type=click.IntRange(1), help="Simulated traces per rate  [default: 3]"),
 )
-_latency_option = click.option(
-    "--latency",
-    default="roofline",
-    show_default=True,
-    metavar="NAME|FILE",
-    help="Step times: roofline, distserve-a100, distserve-a100-vllm, or a CSV of measured steps "
-    "with columns phase, tokens, batch, tp, latency_s.",
+_latency_options = _options(
+    click.option(
+        "--latency",
+        default="roofline",
+        show_default=True,
+        metavar="NAME|FILE",
+        help="Step times: roofline, distserve-a100, distserve-a100-vllm, a profile.json of "
+        "daskserve calibrate (sets the model, and what CPU stands for), or a CSV of measured steps "
+        "with columns phase, tokens, batch, tp, latency_s.",
+    ),
+    click.option(
+        "--allow-untrusted",
+        is_flag=True,
+        help="Use a profile.json that is marked as not trusted.",
+    ),
 )
 _MODEL_HELP = (
     "Preset (opt-13b, opt-66b, opt-175b, llama-3.1-8b, llama-3.1-70b, ...), or a directory "
@@ -118,7 +126,7 @@ _MODEL_HELP = (
     show_default=True,
     help="auto chooses by the KV bandwidth that is needed and there.",
 )
-@_latency_option
+@_latency_options
 @click.option(
     "-o",
     "--output",
@@ -162,17 +170,20 @@ def plan_command(**given: Any) -> None:
 
 
 def _request(given: dict[str, Any]) -> PlanRequest:
-    from daskserve.planner.command_inputs import cluster_of, latency_model
-    from daskserve.planner.model_spec import ModelSpec
+    from daskserve.planner.command_inputs import (
+        calibrated,
+        cluster_of,
+        latency_model,
+        model_named,
+    )
     from daskserve.planner.plan_request import PlanRequest
 
     _check_direction(given)
     preset = _application(given)
     if preset is not None:
         given = {**given, "model": preset.model}
-    if not given["model"]:
-        raise ConfigError("give --model, or --application, which sets it")
-    model = ModelSpec.load(given["model"])
+    measured = calibrated(given["latency"], given["allow_untrusted"])
+    model = model_named(given["model"], measured)
     cluster = cluster_of(given["gpus"], given["network_gbps"])
     workload = _workload(given, preset)
     if given["drop_too_long"]:
@@ -184,14 +195,19 @@ def _request(given: dict[str, Any]) -> PlanRequest:
     if given["objective"] == "price" and len(cluster.groups) == 1:
         raise ConfigError("--objective price with one GPU type is the same as gpus: leave it out")
     network = cluster.network_bandwidth if cluster.num_nodes > 1 else None
+    slo = _slo(given, preset)
+    if measured is not None:
+        cluster, slo = measured.on(cluster), measured.less_dispatch(slo)
+        dispatch_ms = measured.dispatch_s * 1e3
+        click.echo(f"TTFT is planned for without {dispatch_ms:.1f} ms of dispatch", err=True)
     return PlanRequest(
         model,
         cluster,
         workload,
-        _slo(given, preset),
+        slo,
         rate=given["rate"],
         objective=given["objective"],
-        latency=latency_model(given["latency"], network, typical),
+        latency=measured or latency_model(given["latency"], network, typical),
         algorithm=given["algorithm"],
         seeds=tuple(range(given["seeds"] or 3)),
     )
@@ -316,7 +332,7 @@ def _write_placement(answer: Plan, path: Path) -> None:
 @click.option("--application", help="Row of DistServe's Table 1: sets model, SLO and lengths.")
 @_workload_options
 @_slo_options
-@_latency_option
+@_latency_options
 @click.option(
     "--requests",
     type=click.IntRange(100),
@@ -333,8 +349,7 @@ def simulate_command(placement_path: str, **given: Any) -> None:
 
     Exit codes: 0 the SLO is met, 2 it is not, 1 wrong input or no data.
     """
-    from daskserve.planner.command_inputs import latency_model
-    from daskserve.planner.model_spec import ModelSpec
+    from daskserve.planner.command_inputs import calibrated, latency_model, model_named
     from daskserve.planner.placement_file import read_placement
     from daskserve.planner.replay import replay
 
@@ -343,9 +358,10 @@ def simulate_command(placement_path: str, **given: Any) -> None:
     if preset is not None:
         given = {**given, "model": preset.model}
     name = given["model"] or placement.model
-    if not name:
+    measured = calibrated(given["latency"], given["allow_untrusted"])
+    if not name and measured is None:
         raise ConfigError(f"{placement_path} does not name its model: give --model")
-    model = ModelSpec.load(name)
+    model = model_named(name, measured)
     workload = _workload(given, preset)
     if given["drop_too_long"]:
         workload = _within_context(workload, model)
@@ -357,7 +373,7 @@ def simulate_command(placement_path: str, **given: Any) -> None:
     result = replay(
         placement,
         model,
-        latency_model(given["latency"], network, typical),
+        measured or latency_model(given["latency"], network, typical),
         workload,
         _slo(given, preset),
         rate=given["rate"],

@@ -8,12 +8,15 @@ from pathlib import Path
 from daskserve.errors import ConfigError
 from daskserve.planner.hardware import GBPS, Cluster, NodeGroup, gpu_named
 from daskserve.planner.latency import (
+    CalibratedModel,
     DistServeA100,
     LatencyModel,
     Roofline,
     TableModel,
+    read_calibration,
     read_profile,
 )
+from daskserve.planner.model_spec import ModelSpec
 
 DURATION = re.compile(r"^\s*([0-9.eE+-]+)\s*(ms|s)?\s*$")
 LIKELY_MS = {"TTFT": 60.0, "TPOT": 2.0}
@@ -73,8 +76,34 @@ def cluster_of(texts: tuple[str, ...], network_gbps: float | None = None) -> Clu
     return Cluster(tuple(groups), network_bandwidth=network_gbps * GBPS)
 
 
+def calibrated(text: str, allow_untrusted: bool) -> CalibratedModel | None:
+    """The model in a profile file of ``daskserve calibrate``; None for other step times.
+
+    Raises
+    ------
+    ConfigError
+        An unreadable or untrusted profile, or ``allow_untrusted`` for step times of other kinds.
+    """
+    if text.endswith(".json"):
+        return read_calibration(text, allow_untrusted).latency()
+    if allow_untrusted:
+        raise ConfigError("--allow-untrusted is for --latency FILE.json of daskserve calibrate")
+    return None
+
+
+def model_named(name: str | None, latency: CalibratedModel | None) -> ModelSpec:
+    """The model of that name; without one, or by the name in it, that of the calibration."""
+    if latency is not None and name in (None, "", latency.model.name):
+        return latency.model
+    if not name:
+        raise ConfigError("give --model, or --application, which sets it")
+    return ModelSpec.load(name)
+
+
 def latency_model(text: str, network_bandwidth: float | None, typical_context: int) -> LatencyModel:
     """``roofline``, ``distserve-a100``, ``distserve-a100-vllm`` or a CSV of measured steps.
+
+    For JSON see `calibrated`.
 
     Raises
     ------
@@ -85,7 +114,7 @@ def latency_model(text: str, network_bandwidth: float | None, typical_context: i
         return Roofline(network_bandwidth=network_bandwidth, typical_context_tokens=typical_context)
     if text.startswith("distserve-a100"):
         if text not in BUILT_IN:
-            raise ConfigError(f"--latency {text!r}: known are {', '.join(BUILT_IN)} or a CSV file")
+            raise ConfigError(f"--latency {text!r}: known are {', '.join(BUILT_IN)} or a file")
         return DistServeA100("vllm" if text.endswith("vllm") else "distserve")
     if not Path(text).is_file():
         raise ConfigError(f"--latency {text!r} is no file; known are {', '.join(BUILT_IN)}")

@@ -13,7 +13,7 @@ from daskserve.core.placement import InstancePlacement, Placement
 from daskserve.core.slo import SLO
 from daskserve.errors import ConfigError, WorkloadError
 from daskserve.planner.hardware import GPU, Cluster, NodeGroup, gpu_named
-from daskserve.planner.latency import LatencyModel
+from daskserve.planner.latency import CalibratedModel, LatencyModel
 from daskserve.planner.model_spec import ModelSpec
 from daskserve.planner.search.deploy import link_bandwidth
 from daskserve.planner.search.units import Instances
@@ -133,25 +133,28 @@ def replay(
     if len(workload) == 0:
         raise WorkloadError("no data: the workload holds no requests")
     deployment = deployment_of_placement(placement, model, latency)
+    dispatch_s = latency.dispatch_s if isinstance(latency, CalibratedModel) else 0.0
     if rate is None:
         if workload.rate is None:
             raise WorkloadError("no data: the workload has no arrival times; give a rate")
         arrays = [values[:num_requests] for values in workload.arrays()]
-        run, _ = _run(deployment, arrays)
+        run, _ = _run(deployment, arrays, dispatch_s)
         return Replay(slo, workload.rate, (run,), None)
     runs, probes = [], []
     for seed in seeds:
         trace = workload.resample(num_requests or 20_000, rate, seed)
-        run, done = _run(deployment, trace.arrays())
+        run, done = _run(deployment, trace.arrays(), dispatch_s)
         runs.append(run)
         probes.append(judge(rate, slo, done))
     return Replay(slo, rate, tuple(runs), tuple(probes))
 
 
 def _run(
-    deployment: Deployment, arrays: Sequence[np.ndarray]
+    deployment: Deployment, arrays: Sequence[np.ndarray], dispatch_s: float
 ) -> tuple[SimulationResult, np.ndarray]:
     done, simulation = run_arrays(deployment, *arrays)
+    # The same delay for every arrival changes nothing else.
+    done["prefill_queue_s"] += dispatch_s
     tables = instances_of(simulation.tables)
     return SimulationResult(timelines_of(done), tables, simulation.now_s), done
 
@@ -182,13 +185,13 @@ def deployment_of_placement(
         tuple(times[one] for one in decode),
         len(decode),
         kv_bytes_per_token=model.kv_bytes_per_token,
-        **_links(placement, prefill[0], decode[0]),
+        **_links(placement, prefill[0], decode[0], latency),
     )
 
 
 def _limited(instance: InstancePlacement, model: ModelSpec, latency: LatencyModel) -> StepTimes:
     """Step times under the limits that the placement states."""
-    step = latency.step_times(model, _gpu(instance), instance.parallelism)
+    step = latency.step_times(model, _gpu(instance, latency), instance.parallelism)
     return step.limited_to(
         kv_capacity_tokens=instance.kv_capacity_tokens,
         prefill_budget_tokens=instance.prefill_budget_tokens,
@@ -196,21 +199,30 @@ def _limited(instance: InstancePlacement, model: ModelSpec, latency: LatencyMode
     )
 
 
-def _gpu(instance: InstancePlacement) -> GPU:
+def _gpu(instance: InstancePlacement, latency: LatencyModel) -> GPU:
     if not instance.gpu_type:
         raise ConfigError("the placement does not say gpu_type: add it to every instance")
-    return gpu_named(instance.gpu_type)
+    gpu = gpu_named(instance.gpu_type)
+    return latency.measured(gpu) if isinstance(latency, CalibratedModel) else gpu
 
 
-def _links(placement: Placement, prefill: InstancePlacement, decode: InstancePlacement) -> dict:
-    groups = {_gpu(one).name: _gpu(one) for one in (prefill, decode)}
+def _links(
+    placement: Placement,
+    prefill: InstancePlacement,
+    decode: InstancePlacement,
+    latency: LatencyModel,
+) -> dict:
+    gpus = {one: _gpu(one, latency) for one in (prefill, decode)}
+    groups = {gpu.name: gpu for gpu in gpus.values()}
     nodes = tuple(NodeGroup(gpu, placement.num_nodes, placement.gpus_per_node)
                   for gpu in groups.values())  # fmt: skip
     network = placement.network_bandwidth
     cluster = Cluster(nodes) if network is None else Cluster(nodes, network)
+    if isinstance(latency, CalibratedModel):
+        cluster = latency.on(cluster)
     inside = kv_stays_in_nodes(placement)
     prefill_link, decode_link = (
-        link_bandwidth(Instances(one.role, one.parallelism, 1, _gpu(one).name), cluster, inside)
+        link_bandwidth(Instances(one.role, one.parallelism, 1, gpus[one].name), cluster, inside)
         for one in (prefill, decode)
     )
     latency_s = cluster.link_latency_s if inside else cluster.network_latency_s

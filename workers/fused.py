@@ -37,6 +37,7 @@ def can_fuse(model: torch.nn.Module, facts: list[LayerFacts]) -> bool:
         and all(size * element % matmul.STEP_BYTES == 0 for size in rows)
         and config.hidden_size % matmul.ROWS == 0
         and config.intermediate_size % LANES == 0
+        and config.intermediate_size >= matmul.ROWS
         and config.vocab_size >= matmul.ROWS
         and can_attend(facts)
         and all(m.bias is None for n, m in model.named_modules() if n.endswith(_PLAIN_LINEARS))

@@ -7,6 +7,7 @@ import torch
 
 from daskserve.workers.forward import ForwardBatch
 from daskserve.workers.kernels import matmul, tables
+from daskserve.workers.kernels.layers import GATE_RUN
 from daskserve.workers.kernels.paged import KEYS_BLOCK
 from daskserve.workers.kernels.team import Team
 from daskserve.workers.kernels.vector import LANES
@@ -103,7 +104,7 @@ class Lanes:
         scratch_bytes = max(
             decoder.head_dim * 3 * 64,
             decoder.hidden * 64,
-            2 * matmul.ROWS * 64,
+            4 * GATE_RUN * matmul.ROWS * 64,
             KEYS_BLOCK * (64 + group * 4) + (group + 16) * decoder.head_dim * 4 + 128,
             matmul.ROWS * 64 + (longest + 2 * tables.KEYS_STEP) * 64,
         )

@@ -139,7 +139,7 @@ def profile_prefill(
     runner = load_runner(resolve(config.model), config)
     points = measure(runner, config.block_size, on_point=on_point)
     profile = PrefillProfile(Machine.of(config), tuple(points))
-    _store(profile)
+    store(profile)
     return profile
 
 
@@ -210,7 +210,7 @@ def _prompts(vocab_size: int, num_prompts: int, length: int, block_size: int) ->
     )
 
 
-def _store(profile: PrefillProfile) -> None:
+def store(profile: PrefillProfile) -> None:
     path = profile.machine.path
     content = asdict(profile) | {"budget_tokens": profile.budget_tokens}
     scratch = path.with_suffix(f".{os.getpid()}.tmp")

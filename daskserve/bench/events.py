@@ -68,7 +68,7 @@ def read_chunk(payload: bytes, stages: tuple[str, ...]) -> Chunk:
     """Read an event's JSON (BadAnswer, ErrorEvent)."""
     try:
         event = orjson.loads(payload)
-        if "error" in event:
+        if "error" in event or event.get("object") == "error":  # two shapes are about
             raise ErrorEvent(*error_of(event))
         usage = event.get("usage")
         timeline = event["daskserve"]["timelines"][0] if "daskserve" in event else None

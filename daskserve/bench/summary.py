@@ -141,7 +141,7 @@ class Summary:
 
 def _row(label: str, value: float | int) -> str:
     shown = str(value) if isinstance(value, int) else "-" if np.isnan(value) else f"{value:.2f}"
-    return f"{label:<40}{shown:<10}".rstrip()
+    return f"{label:<40} {shown}"
 
 
 def _peak_concurrency(results: Results) -> int:

@@ -20,6 +20,7 @@ Message = dict[str, Any]
 """``op`` says what it is; the rest are values that msgpack knows, so nothing is pickled."""
 
 _MAX_PENDING = 100_000
+_PLAIN = ["msgpack"]
 
 
 class Link:
@@ -86,7 +87,7 @@ class Link:
         try:
             while not self.is_over:
                 async with asyncio.timeout(self._silence_s):
-                    messages = await comm.read()
+                    messages = await _read_plain(comm)
                 for message in messages:
                     on_message(message)
         except (OSError, TimeoutError) as error:
@@ -101,7 +102,7 @@ class Link:
                 await self._wait_for_pending()
                 messages, self._pending = self._pending, []
                 async with asyncio.timeout(self._silence_s):
-                    await comm.write(messages)
+                    await comm.write(messages, serializers=_PLAIN)
         except (OSError, TimeoutError) as error:
             logger.info("the link to %s broke: %r", comm.peer_address, error)
             self.cut()
@@ -114,3 +115,10 @@ class Link:
         except TimeoutError:
             pass
         self._has_pending.clear()
+
+
+async def _read_plain(comm: Comm) -> list[Message]:
+    try:
+        return await comm.read(deserializers=_PLAIN)
+    except TypeError as error:
+        raise OSError(f"what came is not plain: {error}") from error

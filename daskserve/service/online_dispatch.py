@@ -167,6 +167,7 @@ class OnlineDispatch:
                 self._lose(request)
 
     def refuse_all(self, error: DaskserveError) -> None:
+        """Every request fails, wherever it is."""
         for request in list(self._requests.values()):
             _send_refusal(request.link, request.request_id, error)
             self._drop(request)
@@ -207,7 +208,7 @@ class OnlineDispatch:
         self._arrive(request)
 
     def _prefilled(self, link: Link, message: Message) -> None:
-        request = self._current(message)
+        request = self._current(link, message)
         if request is None or request.stage.role is not Role.PREFILL or request.told is None:
             return
         key = request.stage.key
@@ -220,7 +221,7 @@ class OnlineDispatch:
 
     def _again(self, link: Link, message: Message) -> None:
         """A service cannot reach the instance that it was told to use."""
-        request = self._current(message)
+        request = self._current(link, message)
         if request is None or request.told is None:
             return
         stage = request.stage
@@ -236,7 +237,7 @@ class OnlineDispatch:
 
     def _resume(self, link: Link, message: Message) -> None:
         """A service has heard that a run was lost."""
-        request = self._current(message)
+        request = self._current(link, message)
         if request is None or not request.is_lost:
             return
         request.is_lost = False
@@ -251,11 +252,12 @@ class OnlineDispatch:
 
     # What they come to.
 
-    def _current(self, message: Message) -> OnlineRequest | None:
+    def _current(self, link: Link, message: Message) -> OnlineRequest | None:
         """None when the message is about a run that was given up meanwhile."""
         request = self._requests.get(message["request_id"])
-        is_current = request is not None and request.run_id == message["run_id"]
-        return request if is_current else None
+        if request is None or request.link is not link or request.run_id != message["run_id"]:
+            return None
+        return request
 
     def _set_stage(self, request: OnlineRequest, role: Role) -> None:
         del self._by_key[request.stage.key]

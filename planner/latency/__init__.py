@@ -1,5 +1,7 @@
 """How long a step takes: several models behind one protocol, none faster than the data sheet."""
 
+from daskserve.planner.latency.calibrated import CalibratedModel
+from daskserve.planner.latency.calibration import Calibration, read_calibration
 from daskserve.planner.latency.distserve_a100 import DistServeA100
 from daskserve.planner.latency.fit import fit_efficiencies, fit_paper_model, median_error
 from daskserve.planner.latency.guard import at_least_physical
@@ -11,6 +13,8 @@ from daskserve.planner.latency.roofline import Efficiencies, Roofline
 from daskserve.planner.latency.table import TableModel
 
 __all__ = [
+    "Calibration",
+    "CalibratedModel",
     "DistServeA100",
     "Efficiencies",
     "LatencyModel",
@@ -25,5 +29,6 @@ __all__ = [
     "fit_paper_model",
     "kv_capacity_tokens",
     "median_error",
+    "read_calibration",
     "read_profile",
 ]

@@ -69,8 +69,11 @@ def _log_errors(roofline: Roofline, model: ModelSpec, gpu: GPU, profile: Profile
     return np.concatenate(errors)
 
 
-def fit_paper_model(model: ModelSpec, profile: Profile) -> PaperModel:
-    """C1..C5 for every TP degree in a profile of one model on one GPU type."""
+def fit_paper_model(model: ModelSpec, profile: Profile, batch_term: bool = False) -> PaperModel:
+    """C1..C5 for every TP degree in a profile of one model on one GPU type.
+
+    ``batch_term`` fits C6 too, which the paper does not have.
+    """
     coefficients = {}
     unit = attention_unit(model)
     for tp in profile.tensor_degrees:
@@ -80,6 +83,8 @@ def fit_paper_model(model: ModelSpec, profile: Profile) -> PaperModel:
         prefill = _relative_fit([*columns, np.ones_like(total)], latency_s)
         tokens, batch, latency_s = profile.rows("decode", tp)
         columns = [np.full_like(tokens, model.num_active_parameters), unit * tokens * batch]
+        if batch_term:
+            columns.append(model.num_active_parameters * batch)
         decode = _relative_fit(columns, latency_s)
         coefficients[tp] = PaperCoefficients(*prefill, *decode)
     return PaperModel(coefficients)

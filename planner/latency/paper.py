@@ -26,6 +26,9 @@ class PaperCoefficients:
     layers, and W the weights that a token multiplies with. For OPT, W is the paper's
     ``4 h^2 + 2 h m`` per layer; written this way it also holds for gated, grouped and MoE
     models.
+
+    ``c6 * W * B`` is added to ``T_decode`` of a batch of B requests. It is 0 in the paper, whose
+    GPUs read weights for longer than they multiply; on CPUs every request costs.
     """
 
     c1: float
@@ -33,6 +36,7 @@ class PaperCoefficients:
     c3: float
     c4: float
     c5: float
+    c6: float = 0.0
 
 
 def attention_unit(model: ModelSpec) -> float:
@@ -62,7 +66,8 @@ class PaperModel:
         )
         if capacity == 0:
             raise ModelError(f"{model.name} does not fit on {parallelism.num_gpus} x {gpu.name}")
-        base = np.full(self.max_batch_size + 1, c.c4 * model.num_active_parameters)
+        batch = np.arange(self.max_batch_size + 1, dtype=np.float64)
+        base = (c.c4 + c.c6 * batch) * model.num_active_parameters
         base[0] = 0.0
         step = StepTimes(
             prefill_knots_tokens=knots,

@@ -57,15 +57,15 @@ def test_figures_by_hand():
     assert (tpot.mean_ms, tpot.std_ms) == pytest.approx((10.0, 0.0))
     assert itl.mean_ms == pytest.approx(10.0)
     lines = summary.lines()
-    assert "Successful requests:                    3" in lines
-    assert "Request throughput (req/s):             1.50" in lines
-    assert "P99 TTFT (ms):                          197.00" in lines
+    assert "Successful requests:                     3" in lines
+    assert "Request throughput (req/s):              1.50" in lines
+    assert "P99 TTFT (ms):                           197.00" in lines
 
 
 def test_nothing_measured_shows_no_figures_and_no_crash(tmp_path):
     results = Results.of([[]])
     lines = Summary.of(results, SLO_1).lines()
-    assert "Mean TTFT (ms):                         -" in lines
+    assert "Mean TTFT (ms):                          -" in lines
     assert stage_lines(results) == []
     results.write(tmp_path / "empty.nc")
     assert len(Results.read(tmp_path / "empty.nc")) == 0

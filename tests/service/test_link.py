@@ -7,7 +7,9 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
+from distributed.comm import connect
 from distributed.core import Server, Status
+from distributed.protocol import to_serialize
 
 from daskserve.service.link import Link
 
@@ -109,3 +111,22 @@ async def test_an_end_that_reads_nothing_is_cut(start, monkeypatch):
     for number in range(11):
         link.send({"op": "x", "n": number})
     assert link.is_over
+
+
+class Harmful:
+    """Whoever unpickles it calls what it names."""
+
+    calls: list[str] = []
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Harmful.calls.append, ("unpickled",)
+
+
+async def test_what_is_pickled_is_not_read(start):
+    server = await start()
+    comm = await connect(server.address)
+    await comm.write({"op": "echo", "reply": False})
+    await comm.write([to_serialize(Harmful())], serializers=["pickle"])
+    await until(lambda: server.num_ended == 1)
+    assert Harmful.calls == []
+    await comm.close()

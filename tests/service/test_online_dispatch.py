@@ -235,6 +235,16 @@ def test_a_request_may_ask_for_a_shorter_queue():
     assert isinstance(world.error("3-a"), Overloaded)
 
 
+def test_a_service_cannot_touch_the_requests_of_another():
+    world = pair()
+    run_id = world.open("1-a")["run_id"]
+    for said in ({"op": "prefilled"}, {"op": "again"}, {"op": "close", "is_done": False}):
+        world.online._on_message(FakeLink(), {"request_id": "1-a", "run_id": run_id, **said})
+        world.pump()
+    assert [message["op"] for message in world.link.told] == ["bound"]
+    assert world.online.num_open == 1 and not world.freed
+
+
 def test_when_dispatch_gives_up_everybody_is_told():
     world = pair()
     bound = world.open("1-a")

@@ -96,12 +96,9 @@ def _emit_tiles(builder, groups, row_bytes, sources, steps, out, ahead, fetch: b
 
 
 def _emit_vectors(multiply: Callable) -> Callable:
-    """Fused multiply-adds with 16 accumulators in registers, 8 or 16 rows at a time.
+    """Multiply-adds with 16 accumulators in registers, 8 or 16 rows at a time."""
 
-    Nothing is fetched ahead: the CPU does that by itself at this pace, and asking costs a third.
-    """
-
-    def emit(builder, groups, row_bytes, sources, steps, out, _ahead) -> None:
+    def emit(builder, groups, row_bytes, sources, steps, out, ahead, fetch: bool) -> None:
         num_rows = 16 // len(sources)
         part, _, close_part = loop(builder, i64(ROWS // num_rows), [])
         start = builder.mul(part, i64(num_rows))
@@ -122,6 +119,11 @@ def _emit_vectors(multiply: Callable) -> Callable:
             builder.add(_offset(builder, rows, row_bytes, row), column) for row in range(num_rows)
         ]
         multiply(builder, rows_here, inputs, sums)
+        # A quarter of the rows in each quarter of a step: every line once.
+        for row in range(num_rows // 4 if fetch else 0):
+            turn = builder.mul(builder.and_(index, i64(3)), i64(num_rows // 4))
+            at = builder.add(rows, builder.mul(row_bytes, builder.add(turn, i64(row))))
+            prefetch_line(builder, builder.add(builder.add(at, ahead), column))
         close(sums)
         for target, value in zip(targets, sums, strict=True):
             store_value(builder, target, value)
@@ -182,11 +184,16 @@ def _multiply_pairs(builder, rows, inputs, sums) -> None:
                 sums[slot] = call_llvm(builder, "llvm.x86.avx512bf16.dpbf16ps.512", v16f, arguments)
 
 
-_tiles_1, _tiles_2 = (_product(_emit_tiles, n, fetch=False) for n in (1, 2))
-_tiles_1_ahead, _tiles_2_ahead = (_product(_emit_tiles, n, fetch=True) for n in (1, 2))
-_float32_1, _float32_2 = (_product(_emit_vectors(_multiply_float32), n) for n in (1, 2))
-_bfloat16_1, _bfloat16_2 = (_product(_emit_vectors(_multiply_bfloat16), n) for n in (1, 2))
-_pairs_1, _pairs_2 = (_product(_emit_vectors(_multiply_pairs), n) for n in (1, 2))
+def _kind(emit: Callable, fetch: bool = False) -> tuple[Callable, Callable]:
+    return _product(emit, 1, fetch=fetch), _product(emit, 2, fetch=fetch)
+
+
+_tiles_1, _tiles_2 = _kind(_emit_tiles)
+_tiles_1_ahead, _tiles_2_ahead = _kind(_emit_tiles, fetch=True)
+_float32_1, _float32_2 = _kind(_emit_vectors(_multiply_float32))
+_bfloat16_1, _bfloat16_2 = _kind(_emit_vectors(_multiply_bfloat16))
+_pairs_1, _pairs_2 = _kind(_emit_vectors(_multiply_pairs))
+_pairs_1_ahead, _pairs_2_ahead = _kind(_emit_vectors(_multiply_pairs), fetch=True)
 
 
 @pointer(_SIGNATURE)
@@ -227,12 +234,18 @@ def _bfloat16_two(first, second, row_bytes, source, stride, steps, out, ahead):
 
 @pointer(_SIGNATURE)
 def _pairs_one(first, second, row_bytes, source, stride, steps, out, ahead):
-    _pairs_1(first, second, row_bytes, source, stride, steps, out, ahead)
+    if ahead == 0:
+        _pairs_1(first, second, row_bytes, source, stride, steps, out, ahead)
+    else:
+        _pairs_1_ahead(first, second, row_bytes, source, stride, steps, out, ahead)
 
 
 @pointer(_SIGNATURE)
 def _pairs_two(first, second, row_bytes, source, stride, steps, out, ahead):
-    _pairs_2(first, second, row_bytes, source, stride, steps, out, ahead)
+    if ahead == 0:
+        _pairs_2(first, second, row_bytes, source, stride, steps, out, ahead)
+    else:
+        _pairs_2_ahead(first, second, row_bytes, source, stride, steps, out, ahead)
 
 
 class Product(NamedTuple):

@@ -1,0 +1,158 @@
+"""Fits the planner's latency model to one part of the points and judges it on the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, dataclass
+
+import numpy as np
+import xarray as xr
+
+from daskserve.calibrate.grid import Point
+from daskserve.core.placement import Parallelism
+from daskserve.planner.latency import CalibratedModel, PaperCoefficients, fit_paper_model
+from daskserve.planner.latency.calibration import Coefficients, Fitted, PhaseError
+from daskserve.planner.latency.profile import Profile
+from daskserve.planner.model_spec import ModelSpec
+
+PHASES = ("prefill", "decode")
+LIMIT = 0.10
+"""A profile is trusted if half of the held-out points are predicted at least this well."""
+
+HELD_OUT_SHARE = 1 / 3
+NUM_RESAMPLES = 300
+
+Times = Mapping[Point, Sequence[float]]
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """Points that are fitted, and points that judge the fit."""
+
+    fitted: tuple[Point, ...]
+    held_out: frozenset[Point]
+
+
+def split(points: Sequence[Point], seed: int = 0) -> Split:
+    """A third of each phase is held out, drawn at random, but for the ends of every range.
+
+    What lies outside the fitted points would judge extrapolation, which nobody asks of a profile.
+    """
+    rng = np.random.default_rng(seed)
+    held_out: set[Point] = set()
+    for phase in PHASES:
+        mine = [point for point in points if point.phase == phase]
+        ends = {end(mine, key=key) for end in (min, max) for key in _RANGES}
+        inner = [point for point in mine if point not in ends]
+        count = min(round(len(mine) * HELD_OUT_SHARE), len(inner))
+        held_out |= {inner[index] for index in rng.permutation(len(inner))[:count]}
+    return Split(tuple(p for p in points if p not in held_out), frozenset(held_out))
+
+
+_RANGES = (
+    lambda point: (point.total_tokens, point.batch),
+    lambda point: (point.batch, point.tokens),
+    lambda point: (point.tokens, point.batch),
+)
+
+
+def fit(
+    model: ModelSpec, medians_s: Mapping[Point, float], batch_term: bool = True
+) -> PaperCoefficients:
+    """Least squares on relative errors, no coefficient below 0."""
+    profile = _profile([(point, step_s) for point, step_s in medians_s.items()])
+    return fit_paper_model(model, profile, batch_term).coefficients[1]
+
+
+def fit_with_intervals(
+    model: ModelSpec, times: Times, fitted: Sequence[Point], seed: int = 0
+) -> tuple[PaperCoefficients, Coefficients]:
+    """The fit to the medians, and where 90 % of refits lie to points and repeats drawn anew."""
+    found = fit(model, {point: float(np.median(times[point])) for point in fitted})
+    rng = np.random.default_rng(seed)
+    refits = []
+    for _ in range(NUM_RESAMPLES):
+        rows = []
+        for phase in PHASES:
+            mine = [point for point in fitted if point.phase == phase]
+            for index in rng.integers(0, len(mine), len(mine)):
+                again = rng.choice(times[mine[index]], len(times[mine[index]]))
+                rows.append((mine[index], float(np.median(again))))
+        refits.append(astuple(fit_paper_model(model, _profile(rows), True).coefficients[1]))
+    low, high = np.quantile(refits, (0.05, 0.95), axis=0)
+    values = zip(astuple(found), low.tolist(), high.tolist(), strict=True)
+    names = Coefficients.model_fields
+    return found, Coefficients(
+        **{
+            name: Fitted(value=value, low=least, high=most)
+            for name, (value, least, most) in zip(names, values, strict=True)
+        }
+    )
+
+
+def _profile(rows: Sequence[tuple[Point, float]]) -> Profile:
+    points = [point for point, _ in rows]
+    columns = {
+        "phase": [point.phase for point in points],
+        "tokens": [float(point.tokens) for point in points],
+        "batch": [float(point.batch) for point in points],
+        "tp": [1.0] * len(points),
+        "latency_s": [step_s for _, step_s in rows],
+    }
+    return Profile(xr.Dataset({name: ("row", values) for name, values in columns.items()}))
+
+
+def predict(latency: CalibratedModel, points: Sequence[Point]) -> dict[Point, float]:
+    """Seconds of each step by itself, the physics guard included."""
+    alone = latency.alone()
+    step = alone.step_times(alone.model, alone.hardware, Parallelism())
+    return {
+        point: step.prefill_s(point.total_tokens, point.batch * point.tokens**2)
+        if point.phase == "prefill"
+        else step.decode_s(point.batch, point.total_tokens)
+        for point in points
+    }
+
+
+def judge(
+    split_points: Split,
+    medians_s: Mapping[Point, float],
+    predicted_s: Mapping[Point, float],
+    paper_s: Mapping[Point, float],
+) -> dict[str, PhaseError]:
+    """Errors of each phase at the held-out points."""
+    answers = {}
+    for phase in PHASES:
+        held_out = [point for point in split_points.held_out if point.phase == phase]
+        errors = [abs(predicted_s[point] / medians_s[point] - 1.0) for point in held_out]
+        of_paper = [abs(paper_s[point] / medians_s[point] - 1.0) for point in held_out]
+        answers[phase] = PhaseError(
+            num_fitted=sum(point.phase == phase for point in split_points.fitted),
+            num_held_out=len(held_out),
+            median=float(np.median(errors)),
+            p90=float(np.quantile(errors, 0.9)),
+            limit=LIMIT,
+            paper_median=float(np.median(of_paper)),
+        )
+    return answers
+
+
+def why_not(
+    errors: Mapping[str, PhaseError],
+    medians_s: Mapping[Point, float],
+    predicted_s: Mapping[Point, float],
+) -> list[str]:
+    """Why a fit is not to be trusted, with its worst points; empty for a good one."""
+    reasons = []
+    for phase, error in errors.items():
+        if error.median > error.limit:
+            off = {p: predicted_s[p] / medians_s[p] - 1.0 for p in medians_s if p.phase == phase}
+            worst = sorted(off, key=lambda point: -abs(off[point]))[:3]
+            shown = ", ".join(
+                f"{point.batch} x {point.tokens} {off[point]:+.0%}" for point in worst
+            )
+            reasons.append(
+                f"{phase}: the median error at held-out points is {error.median:.1%}, above the"
+                f" limit of {error.limit:.0%}; worst: {shown}"
+            )
+    return reasons

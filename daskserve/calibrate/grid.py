@@ -1,0 +1,140 @@
+"""What is measured: prefill steps by number and length of prompts, decode steps by batch and
+context."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from daskserve.core.kv import blocks_for
+from daskserve.errors import ConfigError
+
+TAIL_TOKENS = 8
+"""Tokens that a decode measurement adds to every context while it runs."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Point:
+    """One kind of step.
+
+    Parameters
+    ----------
+    phase
+        ``prefill`` or ``decode``.
+    batch
+        Prompts of a prefill step, or requests of a decode step.
+    tokens
+        Length of each prompt, or context of each request.
+    """
+
+    phase: str
+    batch: int
+    tokens: int
+
+    @property
+    def total_tokens(self) -> int:
+        return self.batch * self.tokens
+
+    def pages(self, block_size: int) -> int:
+        """KV pages that its requests take."""
+        return self.batch * blocks_for(self.tokens + TAIL_TOKENS, block_size)
+
+    def __str__(self) -> str:
+        return f"{self.phase} {self.batch} x {self.tokens}"
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """Ranges of a calibration.
+
+    Parameters
+    ----------
+    num_rounds
+        Most times that every point is measured, after a round that warms up and is not used.
+    enough_s
+        Seconds after which no further round begins, once there are three.
+    most_prefill_tokens, most_context_tokens
+        Largest prefill step, and most tokens of context in a decode step.
+    prompt_counts, prompt_lengths, batch_sizes, contexts
+        Combined in all ways that fit.
+    hand_over_tokens, num_hand_overs
+        Prompt lengths that are sent through a service, and how often each. The shortest is
+        measured as a step of its own too.
+    """
+
+    num_rounds: int
+    enough_s: float
+    most_prefill_tokens: int
+    most_context_tokens: int
+    prompt_counts: tuple[int, ...]
+    prompt_lengths: tuple[int, ...]
+    batch_sizes: tuple[int, ...]
+    contexts: tuple[int, ...]
+    hand_over_tokens: tuple[int, ...]
+    num_hand_overs: int
+
+    def points(
+        self, context_tokens: int, max_batch_size: int, num_blocks: int, block_size: int
+    ) -> list[Point]:
+        """The points that a model's context, an engine's batch and a pool of KV pages allow.
+
+        Raises
+        ------
+        ConfigError
+            Too few are left for a fit.
+        """
+        found = [
+            Point("prefill", count, length)
+            for count in self.prompt_counts
+            for length in self.prompt_lengths
+            if count * length <= self.most_prefill_tokens
+        ]
+        found += [
+            Point("decode", batch, context)
+            for batch in self.batch_sizes
+            for context in self.contexts
+            if batch * context <= self.most_context_tokens
+        ]
+        allowed = [
+            point
+            for point in found
+            if point.tokens + TAIL_TOKENS <= context_tokens
+            and point.batch <= max_batch_size
+            and point.pages(block_size) <= num_blocks
+        ]
+        for phase in ("prefill", "decode"):
+            left = sum(point.phase == phase for point in allowed)
+            if left < LEAST_POINTS:
+                raise ConfigError(
+                    f"only {left} {phase} points fit a context of {context_tokens} tokens, batches"
+                    f" of {max_batch_size} and {num_blocks} KV pages of {block_size} tokens; at"
+                    f" least {LEAST_POINTS} are needed"
+                )
+        return allowed
+
+
+LEAST_POINTS = 9
+
+FULL = Grid(
+    num_rounds=7,
+    enough_s=150.0,
+    most_prefill_tokens=2048,
+    most_context_tokens=32_768,
+    prompt_counts=(1, 2, 4, 8, 16),
+    prompt_lengths=(16, 32, 64, 128, 256, 384, 512, 768, 1024, 1536, 2040),
+    batch_sizes=(1, 2, 4, 8, 16, 24, 32, 48, 64),
+    contexts=(32, 128, 256, 512, 1024),
+    hand_over_tokens=(32, 128, 256, 512, 1024, 2040),
+    num_hand_overs=12,
+)
+QUICK = Grid(
+    num_rounds=5,
+    enough_s=18.0,
+    most_prefill_tokens=1024,
+    most_context_tokens=16_384,
+    prompt_counts=(1, 2, 4),
+    prompt_lengths=(16, 64, 128, 256, 512, 1024),
+    batch_sizes=(1, 2, 4, 8, 16, 32),
+    contexts=(64, 256, 1024),
+    hand_over_tokens=(64, 256, 1024),
+    num_hand_overs=5,
+)

@@ -1,0 +1,278 @@
+"""The whole calibration: measure, fit, judge, and put it into one profile."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+import numpy as np
+
+from daskserve.calibrate.fitting import (
+    fit,
+    fit_with_intervals,
+    judge,
+    predict,
+    split,
+    why_not,
+)
+from daskserve.calibrate.grid import Grid, Point
+from daskserve.calibrate.handing_over import (
+    HandOver,
+    hand_overs,
+    link_of,
+    measured,
+    overheads_of,
+    transfers_of,
+)
+from daskserve.calibrate.machine import HARDWARE, hardware_facts, machine_facts
+from daskserve.calibrate.steps import StepRig, measure_steps
+from daskserve.core.instance import EngineConfig
+from daskserve.errors import ConfigError
+from daskserve.models.catalog import resolve
+from daskserve.planner.hardware import GPU
+from daskserve.planner.latency import CalibratedModel, Calibration, PaperCoefficients
+from daskserve.planner.latency.calibration import (
+    SCHEMA_VERSION,
+    EngineFacts,
+    HardwareFacts,
+    StepPoint,
+)
+from daskserve.planner.model_spec import ModelSpec
+from daskserve.workers.forward import ModelShape
+from daskserve.workers.loading import DEFAULT_BUDGET_TOKENS, LoadModel, load_model
+from daskserve.workers.profile import (
+    Machine,
+    PrefillPoint,
+    PrefillProfile,
+    knee,
+    store,
+    stored_budget,
+)
+
+OnProgress = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """All that is timed.
+
+    Parameters
+    ----------
+    config
+        The engine, its threads and L_m filled in.
+    times
+        Repeats of every step, in seconds.
+    answers
+        Requests that had a service to themselves.
+    page_bytes
+        KV bytes of one page.
+    """
+
+    config: EngineConfig
+    model: ModelSpec
+    times: dict[Point, list[float]]
+    answers: list[HandOver]
+    page_bytes: int
+
+    @property
+    def medians_s(self) -> dict[Point, float]:
+        return {point: float(np.median(values)) for point, values in self.times.items()}
+
+
+def calibrate(
+    config: EngineConfig,
+    grid: Grid,
+    on_progress: OnProgress = lambda line: None,
+    load: LoadModel = load_model,
+) -> Calibration:
+    """Measure a model on this machine and fit the planner's latency model to it.
+
+    L_m is what engines here use since it was measured before, else it follows from the prefill
+    steps; see `keep_budget`.
+
+    Parameters
+    ----------
+    config
+        Model, dtype and threads of one instance.
+    grid
+        What to measure.
+    on_progress
+        Called with a line of text now and then.
+    load
+        Gives the runner and the tokenizer of the steps that are measured in this process.
+
+    Raises
+    ------
+    ConfigError, ModelError, ClusterError
+        Nothing to measure; the model cannot be loaded or run; the service does not start.
+    """
+    measured_here = _measure(config, grid, on_progress, load)
+    on_progress("fitting")
+    return calibration_of(measured_here)
+
+
+def _measure(
+    config: EngineConfig, grid: Grid, on_progress: OnProgress, load: LoadModel
+) -> Measured:
+    cores = len(os.sched_getaffinity(0))
+    config = replace(config, num_threads=config.num_threads or cores)
+    on_progress(f"loading {config.model}")
+    rig = StepRig(config, grid, load)
+    model = model_spec(config, rig.shape, rig.page_bytes)
+    on_progress(f"timing {len(rig.points)} kinds of engine steps in this process")
+    times = measure_steps(rig, grid, on_round=lambda n: on_progress(_round(n)))
+    medians_s = {point: float(np.median(values)) for point, values in times.items()}
+    config = replace(config, prefill_budget_tokens=_budget_tokens(config, medians_s))
+    shape, page_bytes = rig.shape, rig.page_bytes
+    del rig  # the service loads the model twice more
+    on_progress("starting a prefill and a decode process")
+    answers = hand_overs(
+        config,
+        grid,
+        shape.context_tokens,
+        shape.vocab_size,
+        lambda done, of: on_progress(f"request {done} of {of}") if done % 10 == 0 else None,
+    )
+    return Measured(config, model, times, answers, page_bytes)
+
+
+def calibration_of(measured_here: Measured) -> Calibration:
+    """Fit, judge, and put everything into one profile."""
+    config, model, times = measured_here.config, measured_here.model, measured_here.times
+    medians_s = measured_here.medians_s
+    transfers = transfers_of(measured_here.answers, measured_here.page_bytes, config.block_size)
+    kv_latency_s, link = link_of(transfers)
+    hardware = hardware_facts(config, config.num_threads or 1, model, medians_s, link)
+    parts = split(list(times))
+    found, coefficients = fit_with_intervals(model, times, parts.fitted)
+    base = _latency(model, hardware, found, config, medians_s)
+    predicted_s = predict(base, list(times))
+    paper = fit(model, {p: medians_s[p] for p in parts.fitted}, batch_term=False)
+    paper_s = predict(replace(base, coefficients=paper), list(times))
+    errors = judge(parts, medians_s, predicted_s, paper_s)
+    reasons = why_not(errors, medians_s, predicted_s)
+    return Calibration(
+        schema_version=SCHEMA_VERSION,
+        is_trusted=not reasons,
+        why_not=reasons,
+        measured_at=datetime.now(UTC).isoformat(timespec="seconds"),
+        machine=machine_facts(config),
+        engine=EngineFacts(
+            model=config.model,
+            dtype=config.dtype,
+            num_threads=config.num_threads,
+            block_size=config.block_size,
+            prefill_budget_tokens=config.prefill_budget_tokens,
+            max_batch_size=base.max_batch_size,
+        ),
+        model=model,
+        hardware=hardware,
+        coefficients=coefficients,
+        errors=errors,
+        steps=_steps(times, predicted_s, parts.held_out),
+        kv_transfers=transfers,
+        overheads=overheads_of(measured_here.answers, times, kv_latency_s),
+    )
+
+
+def model_spec(config: EngineConfig, shape: ModelShape, page_bytes: int) -> ModelSpec:
+    """What the planner needs of the model, in the precision that is served.
+
+    The mock has neither weights nor attention: one number of each stands for them.
+    """
+    if config.model == "mock":
+        return ModelSpec(
+            name="mock",
+            num_layers=1,
+            num_heads=1,
+            num_kv_heads=1,
+            hidden_size=1,
+            vocab_size=shape.vocab_size,
+            num_parameters=float(shape.vocab_size),
+            num_active_parameters=float(shape.vocab_size),
+            kv_values_per_token=1,
+            attention_width=1.0,
+            context_tokens=shape.context_tokens,
+            kv_bytes_per_value=float(page_bytes // config.block_size) / 2,
+        )
+    spec = ModelSpec.load(str(resolve(config.model)))
+    size = 4.0 if config.dtype == "float32" else 2.0
+    name = config.model.rstrip("/").rsplit("/", 1)[-1]
+    return replace(spec.with_precision(size, size), name=name)
+
+
+def _budget_tokens(config: EngineConfig, medians_s: Mapping[Point, float]) -> int:
+    """L_m: as configured or measured before, else the knee of these steps."""
+    if config.prefill_budget_tokens is not None:
+        return config.prefill_budget_tokens
+    if config.model == "mock":
+        return DEFAULT_BUDGET_TOKENS
+    points = [
+        PrefillPoint(point.batch, point.tokens, step_s)
+        for point, step_s in medians_s.items()
+        if point.phase == "prefill"
+    ]
+    return stored_budget(config) or knee(points)
+
+
+def keep_budget(config: EngineConfig, found: Calibration) -> None:
+    """Let engines here use the L_m of this calibration, unless they have one (ModelError)."""
+    if config.model == "mock" or stored_budget(config) is not None:
+        return
+    points = [
+        PrefillPoint(point.batch, point.tokens, point.median_s)
+        for point in found.steps
+        if point.phase == "prefill"
+    ]
+    store(PrefillProfile(Machine.of(config), tuple(points)))
+
+
+def _latency(
+    model: ModelSpec,
+    hardware: HardwareFacts,
+    coefficients: PaperCoefficients,
+    config: EngineConfig,
+    medians_s: Mapping[Point, float],
+) -> CalibratedModel:
+    gpu = GPU(
+        HARDWARE,
+        hardware.memory_bytes,
+        hardware.flops_per_s,
+        hardware.memory_bytes_per_s,
+        hardware.link_bytes_per_s,
+        price_per_hour=0.0,
+    )
+    largest = max(point.batch for point in medians_s if point.phase == "decode")
+    return CalibratedModel(model, gpu, coefficients, config.prefill_budget_tokens or 1, largest)
+
+
+def _steps(
+    times: Mapping[Point, Sequence[float]],
+    predicted_s: Mapping[Point, float],
+    held_out: frozenset[Point],
+) -> list[StepPoint]:
+    return [
+        StepPoint(
+            phase=point.phase,
+            batch=point.batch,
+            tokens=point.tokens,
+            predicted_s=predicted_s[point],
+            is_held_out=point in held_out,
+            **measured(values),
+        )
+        for point, values in times.items()
+    ]
+
+
+def _round(number: int) -> str:
+    return "warming up" if number == 0 else f"round {number}"
+
+
+def check_writable(path: Path) -> None:
+    """Before minutes of measuring: raises ConfigError when the profile could not be written."""
+    folder = path.parent
+    if not folder.is_dir() or not os.access(folder, os.W_OK) or path.is_dir():
+        raise ConfigError(f"cannot write {path}: {folder} must be a folder that can be written")

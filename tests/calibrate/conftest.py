@@ -1,0 +1,61 @@
+"""A calibration made up from known coefficients, and a grid that takes no time."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from daskserve.calibrate.grid import QUICK, Grid, Point
+from daskserve.planner.latency import PaperCoefficients
+from daskserve.planner.latency.paper import attention_unit
+from daskserve.planner.model_spec import ModelSpec
+
+TINY = replace(
+    QUICK,
+    num_rounds=3,
+    most_prefill_tokens=128,
+    most_context_tokens=512,
+    prompt_counts=(1, 2, 4),
+    prompt_lengths=(16, 32, 64, 100),
+    batch_sizes=(1, 2, 4, 8),
+    contexts=(16, 32, 64),
+    hand_over_tokens=(16, 64),
+    num_hand_overs=3,
+)
+TRUE = PaperCoefficients(2e-12, 3e-11, 0.004, 1.5e-10, 4e-11, 1e-11)
+
+
+@pytest.fixture(scope="session")
+def tiny() -> Grid:
+    return TINY
+
+
+@pytest.fixture(scope="session")
+def model() -> ModelSpec:
+    return ModelSpec.load("opt-13b")
+
+
+@pytest.fixture
+def true() -> PaperCoefficients:
+    return TRUE
+
+
+@pytest.fixture
+def lawful(model):
+    """``lawful(noise)``: repeats of the quick grid's steps that follow ``TRUE``."""
+    weights, unit = model.num_active_parameters, attention_unit(model)
+
+    def seconds(point: Point) -> float:
+        if point.phase == "prefill":
+            linear = TRUE.c1 * weights * point.total_tokens + TRUE.c3
+            return linear + TRUE.c2 * unit * point.batch * point.tokens**2
+        return (TRUE.c4 + TRUE.c6 * point.batch) * weights + TRUE.c5 * unit * point.total_tokens
+
+    def make(noise: float = 0.0) -> dict[Point, list[float]]:
+        rng = np.random.default_rng(1)
+        points = QUICK.points(2048, 64, 10_000, 16)
+        return {p: list(seconds(p) * np.exp(rng.normal(0.0, noise, 5))) for p in points}
+
+    return make

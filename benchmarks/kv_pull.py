@@ -52,7 +52,7 @@ class Rig(WorkerPlugin):
         from daskserve.workers.kv_pool import KVPool, page_bytes
 
         shape = ModelShape(30, 3, 64, 49152, 8192, frozenset())  # SmolLM2-135M
-        self.page_bytes = page_bytes(shape.whole, shape.head_dim, torch.bfloat16, 16)
+        self.page_bytes = page_bytes(shape, torch.bfloat16, 16)
         num_blocks = self._max_bytes // self.page_bytes + 64
         self.pool = KVPool(shape, torch.bfloat16, num_blocks, 16)
         raw = self.pool.pages.view(torch.uint8).numpy()

@@ -32,9 +32,12 @@ def kv_layout(model: str, shape: ModelShape, dtype: torch.dtype, block_size: int
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
 
 
-def page_bytes(shard: Shard, head_dim: int, dtype: torch.dtype, block_size: int) -> int:
-    """Bytes of one page over all layers and heads of the shard, keys and values."""
-    elements = shard.num_layers * 2 * shard.num_heads * block_size * head_dim
+def page_bytes(
+    shape: ModelShape, dtype: torch.dtype, block_size: int, shard: Shard | None = None
+) -> int:
+    """Bytes of one page over all layers and heads, or those of the shard; keys and values."""
+    held = shard or shape.whole
+    elements = held.num_layers * 2 * held.num_heads * block_size * shape.head_dim
     return elements * dtype.itemsize
 
 

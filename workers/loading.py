@@ -40,7 +40,7 @@ def build_engine(role: Role, config: EngineConfig, load: LoadModel = load_model)
     runner, tokenizer = load(config)
     num_blocks = config.num_kv_blocks
     if num_blocks is None:
-        size = page_bytes(runner.shard, runner.shape.head_dim, runner.dtype, config.block_size)
+        size = page_bytes(runner.shape, runner.dtype, config.block_size, runner.shard)
         num_blocks = min(config.kv_memory_bytes // size, _MOST_DEFAULT_BLOCKS)
         if num_blocks < 1:
             raise ConfigError(

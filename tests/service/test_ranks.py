@@ -16,6 +16,7 @@ from daskserve.cli import main
 from daskserve.config import settings
 from daskserve.core.instance import Role
 from daskserve.core.placement import GPULocation, InstancePlacement, Parallelism, Placement
+from daskserve.core.request import Completion
 from daskserve.errors import ClusterError, ConfigError, ModelError
 from daskserve.planner.placement_file import placement_to_yaml
 from daskserve.service.connection import Connection
@@ -33,13 +34,12 @@ PROMPTS = ["a", "The quick brown fox", "x" * 90, *(f"prompt number {i} " * 2 for
 
 
 @pytest.fixture(scope="module")
-def expected(attach) -> Callable[[list[str], SamplingParams], list[tuple[int, ...]]]:
+def expected(attach) -> Iterator[Callable[[list[str], SamplingParams], list[Completion]]]:
     """The answers of one instance of one worker."""
     with attach(CONFIG, colocated=1) as service:
 
         def ask(prompts, params):
-            answers = service.client.gather(service.map(prompts, params))
-            return [answer.token_ids for answer in answers]
+            return service.client.gather(service.map(prompts, params))
 
         yield ask
 
@@ -60,6 +60,10 @@ def kill(service: Service, name: str) -> None:
     os.kill(pid, signal.SIGKILL)
 
 
+def tokens(answers: list[Completion]) -> list[tuple[int, ...]]:
+    return [answer.token_ids for answer in answers]
+
+
 def location(number: int) -> GPULocation:
     return GPULocation(0, number)
 
@@ -78,13 +82,15 @@ def test_a_placement_of_two_stages_answers_a_batch(tmp_path, expected):
     result = CliRunner().invoke(main, ["run-batch", *map(str, [*given, *options])])
     assert result.exit_code == 0, result.output
     lines = [json.loads(line) for line in answers.read_text().splitlines()]
-    assert len(lines) == len(PROMPTS) and not any(line["error"] for line in lines)
+    texts = {line["custom_id"]: line["text"] for line in lines}
+    wanted = [answer.text for answer in expected(PROMPTS, PARAMS)]
+    assert [texts[f"line-{number}"] for number in range(1, len(PROMPTS) + 1)] == wanted
 
 
 @pytest.mark.slow
 def test_prefill_and_decode_of_unlike_shapes_answer_a_batch(unlike, expected, is_idle, eventually):
     answers = unlike.client.gather(unlike.map(PROMPTS, PARAMS))
-    assert [answer.token_ids for answer in answers] == expected(PROMPTS, PARAMS)
+    assert tokens(answers) == tokens(expected(PROMPTS, PARAMS))
     assert all(answer.timeline.num_recomputes == 0 for answer in answers)
     assert len(unlike.info()) == 2  # heads only
     eventually(lambda: is_idle(unlike))
@@ -99,8 +105,8 @@ def test_a_killed_rank_loses_no_row(name, unlike, expected, is_idle, eventually)
     futures = unlike.map(prompts, params)
     futures[0].result(timeout=60)
     kill(unlike, name)
-    answers = [future.result(timeout=120).token_ids for future in futures]
-    assert answers == expected(prompts, params)
+    answers = [future.result(timeout=120) for future in futures]
+    assert tokens(answers) == tokens(expected(prompts, params))
     eventually(lambda: len(unlike.load()) == 2 and is_idle(unlike), timeout_s=60)
 
 

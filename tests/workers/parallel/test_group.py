@@ -12,10 +12,17 @@ import torch
 from daskserve.core.instance import EngineConfig, Role
 from daskserve.core.placement import Parallelism
 from daskserve.errors import InstanceLost
+from daskserve.workers.parallel import group
 from daskserve.workers.parallel.group import RankGroup, join_group, open_group
 from daskserve.workers.parallel.wire import Order, OrderLine
 
 from .conftest import HOST, launch
+
+
+@pytest.fixture(autouse=True)
+def quick_last_words(monkeypatch):
+    monkeypatch.setattr(group, "_LAST_WORDS_S", 0.4)
+
 
 CONFIG = EngineConfig(model="tiny-random-llama", dtype="float32", num_threads=1, rank_timeout_s=1.5)
 
@@ -70,8 +77,8 @@ def test_orders_of_any_length_arrive(size):
         (first, got), (second, nothing) = taken[rank]
         assert (first, second) == (Order.STEP, Order.BEAT)
         assert np.array_equal(got, numbers) and nothing.size == 0
-    for group in groups:
-        group.close()
+    for each in groups:
+        each.close()
 
 
 @pytest.mark.parametrize("lost", [0, 1, 3])
@@ -97,7 +104,7 @@ def test_a_silent_rank_is_noticed_in_time_and_named():
 
     def work(rank: int) -> None:
         if rank == 2:
-            time.sleep(4)
+            time.sleep(1.5)
             return
         groups[rank].broadcast(torch.zeros(1))
         groups[rank].gather(torch.zeros(1))
@@ -105,9 +112,9 @@ def test_a_silent_rank_is_noticed_in_time_and_named():
 
     errors = on_all(3, work)
     assert "rank 2 is dead or silent" in str(errors[0])
-    assert time.monotonic() - started_at < 8
-    for group in groups:
-        group.close()
+    assert time.monotonic() - started_at < 5
+    for each in groups:
+        each.close()
 
 
 def test_a_rank_that_fails_says_why():

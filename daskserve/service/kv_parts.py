@@ -76,32 +76,16 @@ async def pull_parts(
     KVUnavailable
         A rank refused or was not reached, or other bytes arrived than were computed.
     """
-    from daskserve.workers.kv_digest import slice_digests, summed
-    from daskserve.workers.kv_pieces import piece_bytes, piece_digest, write_chunks
-
     if not 0 < num_pages <= pool.num_blocks:
         raise KVUnavailable(f"{num_pages} pages are asked for, this rank has {pool.num_blocks}")
     heads = shape.num_kv_heads
     held = ShardMap(Parallelism(handle.tp, handle.pp), shape.num_layers, heads, heads)
 
     async def fetch(rank: int, shard: Shard) -> tuple[Shard, memoryview, int]:
-        num_bytes = piece_bytes(pool, num_pages, shard)
-        data = memoryview(bytearray(0 if pages else num_bytes))
-        room: Views = Chunks(num_bytes, write_chunks(pool, pages, shard)) if pages else [data]
         address = handle.ranks[rank] if handle.ranks else handle.instance_address
-        stated = await pull(
-            connections,
-            handle,
-            room,
-            connect_timeout_s=limits.connect_s,
-            stall_timeout_s=limits.stall_s,
-            address=address,
-            shard=shard,
+        data, stated, digest = await _fetch(
+            connections, address, handle, pool, shard, num_pages, limits, pages
         )
-        if pages:
-            digest = summed(await asyncio.to_thread(slice_digests, pool, pages, shard))
-        else:
-            digest = await asyncio.to_thread(piece_digest, pool, data, shard)
         if digest != stated:
             raise KVUnavailable(
                 f"what {address} sent of layers {shard.layers} and heads {shard.heads} of"
@@ -112,6 +96,39 @@ async def pull_parts(
     fetched = await all_of([fetch(p.rank, p.shard) for p in held.pieces_for(pool.shard)])
     pieces = [] if pages else [(shard, data) for shard, data, _ in fetched]
     return pieces, sum(digest for _, _, digest in fetched) % 2**64
+
+
+async def _fetch(
+    connections: ConnectionPool,
+    address: str,
+    handle: KVHandle,
+    pool: KVPool,
+    shard: Shard,
+    num_pages: int,
+    limits: Limits,
+    pages: Sequence[int],
+) -> tuple[memoryview, int, int]:
+    """One piece: its bytes if they are kept, the digest that it should have, that it has."""
+    from daskserve.workers.kv_digest import slice_digests, summed
+    from daskserve.workers.kv_pieces import piece_bytes, piece_digest, write_chunks
+
+    num_bytes = piece_bytes(pool, num_pages, shard)
+    data = memoryview(bytearray(0 if pages else num_bytes))
+    room: Views = Chunks(num_bytes, write_chunks(pool, pages, shard)) if pages else [data]
+    stated = await pull(
+        connections,
+        handle,
+        room,
+        connect_timeout_s=limits.connect_s,
+        stall_timeout_s=limits.stall_s,
+        address=address,
+        shard=shard,
+    )
+    if pages:
+        digest = summed(await asyncio.to_thread(slice_digests, pool, pages, shard))
+    else:
+        digest = await asyncio.to_thread(piece_digest, pool, data, shard)
+    return data, stated, digest
 
 
 async def ask_to_pull(

@@ -2,82 +2,32 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from daskserve.errors import ConfigError
+from daskserve.plan_inputs import (
+    application_option,
+    applications_of,
+    latency_options,
+    slo_of,
+    slo_options,
+    within_context,
+    workload_of,
+    workload_options,
+)
 
 if TYPE_CHECKING:
-    from daskserve.core.slo import SLO
-    from daskserve.planner.model_spec import ModelSpec
     from daskserve.planner.plan_request import PlanRequest
     from daskserve.planner.plan_result import Plan
-    from daskserve.planner.workload import Workload
 
-INFEASIBLE = 2
-"""Exit code when nothing meets the SLO, or the cluster is too small."""
+INFEASIBLE = 3
+"""Exit code when nothing meets the SLO, or the cluster is too small; 2 is click's, for usage."""
 
 ALGORITHMS = ("auto", "1", "2", "3", "joint", "colocated", "single")
-
-
-def _options(*options: Any) -> Any:
-    def decorate(command: Any) -> Any:
-        for option in reversed(options):
-            command = option(command)
-        return command
-
-    return decorate
-
-
-_slo_options = _options(
-    click.option("--ttft", metavar="TIME", help="Limit on time to first token: 0.25 or 250ms."),
-    click.option("--tpot", metavar="TIME", help="Limit on time per output token after it."),
-    click.option(
-        "--attainment",
-        type=float,
-        help="Share of requests that must meet both limits  [default: 0.9]",
-    ),
-)
-_workload_options = _options(
-    click.option(
-        "--workload",
-        "workload_path",
-        metavar="FILE",
-        help="Trace: CSV or JSONL (Azure, Mooncake, DistServe or plain columns arrival_s, "
-        "prompt_tokens, output_tokens), may be gzipped.",
-    ),
-    click.option(
-        "--prompt-tokens", type=click.IntRange(1), help="Instead of a file: prompt length."
-    ),
-    click.option(
-        "--output-tokens", type=click.IntRange(1), help="Instead of a file: answer length."
-    ),
-    click.option("--rate", type=float, help="Requests/s  [default: that of the file]"),
-    click.option(
-        "--drop-too-long",
-        is_flag=True,
-        help="Leave out requests that are longer than the model's context.",
-    ),
-    click.option("--seeds", type=click.IntRange(1), help="Simulated traces per rate  [default: 3]"),
-)
-_latency_options = _options(
-    click.option(
-        "--latency",
-        default="roofline",
-        show_default=True,
-        metavar="NAME|FILE",
-        help="Step times: roofline, distserve-a100, distserve-a100-vllm, a profile.json of "
-        "daskserve calibrate (sets the model, and what CPU stands for), or a CSV of measured steps "
-        "with columns phase, tokens, batch, tp, latency_s.",
-    ),
-    click.option(
-        "--allow-untrusted",
-        is_flag=True,
-        help="Use a profile.json that is marked as not trusted.",
-    ),
-)
 _MODEL_HELP = (
     "Preset (opt-13b, opt-66b, opt-175b, llama-3.1-8b, llama-3.1-70b, ...), or a directory "
     "with a Hugging Face config.json."
@@ -95,9 +45,9 @@ _MODEL_HELP = (
     "this machine). @2.5 sets dollars per GPU and hour. Repeat for mixed clusters.",
 )
 @click.option("--network-gbps", type=float, help="Gbit/s of one node's network  [default: 400]")
-@click.option("--application", help="Row of DistServe's Table 1: sets model, SLO and lengths.")
-@_workload_options
-@_slo_options
+@application_option
+@workload_options
+@slo_options
 @click.option(
     "--highest-rate",
     is_flag=True,
@@ -126,7 +76,7 @@ _MODEL_HELP = (
     show_default=True,
     help="auto chooses by the KV bandwidth that is needed and there.",
 )
-@_latency_options
+@latency_options
 @click.option(
     "-o",
     "--output",
@@ -150,8 +100,8 @@ def plan_command(**given: Any) -> None:
     steady, with several seeds.
 
     \b
-    Exit codes: 0 a placement was found, 2 infeasible (the best that can be reached is
-    printed and nothing is written), 1 wrong input or no data.
+    Exit codes: 0 a placement was found, 3 infeasible (the best that can be reached is
+    printed and nothing is written), 1 wrong input or no data, 2 wrong usage.
     """
     from daskserve.planner.planning import plan, plan_highest_rate
 
@@ -177,17 +127,18 @@ def _request(given: dict[str, Any]) -> PlanRequest:
         model_named,
     )
     from daskserve.planner.plan_request import PlanRequest
+    from daskserve.planner.slo_classes import SLOClasses
 
     _check_direction(given)
-    preset = _application(given)
-    if preset is not None:
-        given = {**given, "model": preset.model}
+    applications = applications_of(given)
+    for one in applications:
+        given = {**given, "model": one.model}
     measured = calibrated(given["latency"], given["allow_untrusted"])
     model = model_named(given["model"], measured)
     cluster = cluster_of(given["gpus"], given["network_gbps"])
-    workload = _workload(given, preset)
+    workload = workload_of(given, applications)
     if given["drop_too_long"]:
-        workload = _within_context(workload, model)
+        workload = within_context(workload, model)
     prompt = workload.arrays()[1]
     typical = int(prompt.mean()) if len(prompt) else 1024
     if cluster.num_nodes == 1 and given["network_gbps"] is not None:
@@ -195,9 +146,11 @@ def _request(given: dict[str, Any]) -> PlanRequest:
     if given["objective"] == "price" and len(cluster.groups) == 1:
         raise ConfigError("--objective price with one GPU type is the same as gpus: leave it out")
     network = cluster.network_bandwidth if cluster.num_nodes > 1 else None
-    slo = _slo(given, preset)
+    slo = slo_of(given, applications)
     if measured is not None:
-        cluster, slo = measured.on(cluster), measured.less_dispatch(slo)
+        classes = SLOClasses.of(slo)
+        slo = replace(classes, slos=tuple(map(measured.less_dispatch, classes.slos)))
+        cluster = measured.on(cluster)
         dispatch_ms = measured.dispatch_s * 1e3
         click.echo(f"TTFT is planned for without {dispatch_ms:.1f} ms of dispatch", err=True)
     return PlanRequest(
@@ -225,68 +178,12 @@ def _check_direction(given: dict[str, Any]) -> None:
                 raise ConfigError(f"{flag} goes with --highest-rate; a plan for a rate is minimal")
 
 
-def _application(given: dict[str, Any]) -> Any:
-    if given["application"] is None:
-        return None
-    from daskserve.planner.applications import application
-
-    for name in ("model", "ttft", "tpot", "workload_path", "prompt_tokens", "output_tokens"):
-        if given[name] is not None:
-            raise ConfigError(f"--application sets --{name.removesuffix('_path')}: leave it out")
-    return application(given["application"])
-
-
-def _workload(given: dict[str, Any], preset: Any = None) -> Workload:
-    from daskserve.planner.traces import read_workload
-    from daskserve.planner.workload import Workload
-
-    if preset is not None:
-        return preset.all_lengths()
-    lengths = [given["prompt_tokens"], given["output_tokens"]]
-    if given["workload_path"] is not None:
-        if any(lengths):
-            raise ConfigError("give --workload, or --prompt-tokens and --output-tokens, not both")
-        return read_workload(given["workload_path"])
-    if not all(lengths):
-        raise ConfigError("give --workload FILE, or both --prompt-tokens and --output-tokens")
-    return Workload.from_arrays([0.0], [lengths[0]], [lengths[1]], name="uniform")
-
-
-def _within_context(workload: Workload, model: ModelSpec) -> Workload:
-    kept = workload.within(model.context_tokens)
-    click.echo(
-        f"{len(workload) - len(kept)} of {len(workload)} requests are longer than the context of"
-        f" {model.context_tokens} tokens and were left out",
-        err=True,
-    )
-    return kept
-
-
-def _slo(given: dict[str, Any], preset: Any = None) -> SLO:
-    from daskserve.core.slo import SLO
-    from daskserve.planner.command_inputs import seconds
-
-    attainment = 0.9 if given["attainment"] is None else given["attainment"]
-    if preset is not None:
-        return SLO(preset.slo.ttft_s, preset.slo.tpot_s, attainment)
-    values = []
-    for name in ("TTFT", "TPOT"):
-        text = given[name.lower()]
-        if text is None:
-            raise ConfigError(f"give --{name.lower()}: a plan needs both limits")
-        value, warning = seconds(name, text)
-        if warning:
-            click.echo(f"warning: {warning}", err=True)
-        values.append(value)
-    return SLO(values[0], values[1], attainment)
-
-
 def _print_plan(answer: Plan) -> None:
-    slo = answer.slo
+    from daskserve.planner.slo_classes import SLOClasses
+
     rate = "The highest rate" if answer.is_highest else f"{answer.rate:.4g} requests/s"
     click.echo(
-        f"{rate} within TTFT {slo.ttft_s:g} s and TPOT {slo.tpot_s:g} s for {slo.attainment:.0%}"
-        " of the requests; P prefill, D decode, C colocated instances"
+        f"{rate} within {SLOClasses.of(answer.slo)}; P prefill, D decode, C colocated instances"
     )
     rows = [("", "way", "instances", "GPUs", "on nodes", "req/s", "$/h", "$/M tokens")]
     for option in answer.options:
@@ -310,6 +207,10 @@ def _print_plan(answer: Plan) -> None:
     for option in answer.options:
         if option.rejected:
             click.echo(f"- {option.name}: {option.rejected}")
+    for option in answer.options:
+        if len(option.classes) > 1:
+            shares = "; ".join(map(str, option.classes))
+            click.echo(f"- {option.name}: {shares}")
     for line in answer.explanation:
         click.echo(f"- {line}")
 
@@ -329,10 +230,10 @@ def _write_placement(answer: Plan, path: Path) -> None:
 @click.command("simulate")
 @click.argument("placement_path", metavar="PLACEMENT")
 @click.option("--model", help=f"{_MODEL_HELP}  [default: that of the placement]")
-@click.option("--application", help="Row of DistServe's Table 1: sets model, SLO and lengths.")
-@_workload_options
-@_slo_options
-@_latency_options
+@application_option
+@workload_options
+@slo_options
+@latency_options
 @click.option(
     "--requests",
     type=click.IntRange(100),
@@ -347,24 +248,25 @@ def simulate_command(placement_path: str, **given: Any) -> None:
     PLACEMENT is a file that daskserve plan wrote, or one of your own. A trace with arrival
     times is replayed as it is; with --rate, requests are drawn from it at that rate.
 
-    Exit codes: 0 the SLO is met, 2 it is not, 1 wrong input or no data.
+    Exit codes: 0 the SLO is met (with classes, by every one), 3 it is not, 1 wrong input or no
+    data, 2 wrong usage.
     """
     from daskserve.planner.command_inputs import calibrated, latency_model, model_named
     from daskserve.planner.placement_file import read_placement
     from daskserve.planner.replay import replay
 
     placement = read_placement(placement_path)
-    preset = _application(given)
-    if preset is not None:
-        given = {**given, "model": preset.model}
+    applications = applications_of(given)
+    for one in applications:
+        given = {**given, "model": one.model}
     name = given["model"] or placement.model
     measured = calibrated(given["latency"], given["allow_untrusted"])
     if not name and measured is None:
         raise ConfigError(f"{placement_path} does not name its model: give --model")
     model = model_named(name, measured)
-    workload = _workload(given, preset)
+    workload = workload_of(given, applications)
     if given["drop_too_long"]:
-        workload = _within_context(workload, model)
+        workload = within_context(workload, model)
     model.check_lengths(workload.arrays()[1] + workload.arrays()[2])
     if given["rate"] is None and given["seeds"] is not None:
         raise ConfigError("--seeds is for traces drawn at --rate; a replayed trace has none")
@@ -375,7 +277,7 @@ def simulate_command(placement_path: str, **given: Any) -> None:
         model,
         measured or latency_model(given["latency"], network, typical),
         workload,
-        _slo(given, preset),
+        slo_of(given, applications),
         rate=given["rate"],
         num_requests=given["requests"],
         seeds=tuple(range(given["seeds"] or 3)),

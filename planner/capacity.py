@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from daskserve.core.slo import SLO
 from daskserve.planner.simulator import Deployment
+from daskserve.planner.slo_classes import SLOClasses
 from daskserve.planner.step_times import StepTimes
 from daskserve.planner.workload import Workload
 
 
-def capacity_guess(workload: Workload, deployment: Deployment, slo: SLO) -> float:
-    """Requests/s of full batches within the TPOT limit; an estimate, not a bound."""
+def capacity_guess(workload: Workload, deployment: Deployment, slo: SLOClasses) -> float:
+    """Requests/s of full batches within the tightest TPOT limit; an estimate, not a bound."""
     _, prompt, output = workload.arrays()
     prompt_tokens, output_tokens = float(prompt.mean()), float(output.mean())
     prefill = sum(_prefill_rate(times, prompt_tokens) for times in deployment.prefill_instances)
     decode = sum(
-        _decode_rate(times, prompt_tokens, output_tokens, slo.tpot_s)
+        _decode_rate(times, prompt_tokens, output_tokens, float(slo.tpot_s.min()))
         for times in deployment.decode_instances
     )
     if deployment.mode != "disaggregated":

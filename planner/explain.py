@@ -14,6 +14,7 @@ from daskserve.planner.search.simulated import SimulatedEvaluator, check_rate, r
 from daskserve.planner.search.sizing import largest_batch
 from daskserve.planner.search.units import Instances, Unit
 from daskserve.planner.sensitivity import most_served, other_limits, other_rates
+from daskserve.planner.slo_classes import binding
 from daskserve.planner.step_times import StepTimes
 
 SAME = 0.01
@@ -33,7 +34,8 @@ def explain(
     """
     solution = chosen.solution
     assert solution is not None  # only usable options are chosen
-    lines = [interval(chosen) if is_highest else "", choice_of_algorithm(options)]
+    lines = [interval(chosen) if is_highest else "", binding_class(chosen)]
+    lines.append(choice_of_algorithm(options, chosen))
     lines += binding_resources(request, evaluator, solution)
     lines.append(runner_up(request, evaluator, chosen, options, is_highest))
     lines.append(disaggregation(request, evaluator, options, is_highest))
@@ -54,21 +56,35 @@ def interval(chosen: Option) -> str:
     )
 
 
-def choice_of_algorithm(options: Sequence[Option]) -> str:
-    """Which algorithm the links allow."""
-    first = next((one for one in options if one.name.startswith("Algorithm 1")), None)
-    if first is None or first.solution is None:
+def binding_class(chosen: Option) -> str:
+    """What each class attains, and which comes closest to missing its target."""
+    if len(chosen.classes) < 2:
         return ""
+    tightest = binding(chosen.classes)
+    return f"SLO class {tightest.name} binds, by {tightest.limited_by.upper()}: {tightest}."
+
+
+def choice_of_algorithm(options: Sequence[Option], chosen: Option) -> str:
+    """Which algorithm the links allow, by the KV of the chosen instances if they may be anywhere.
+
+    Where those are colocated or keep KV on nodes, by that of the instances of Algorithm 1.
+    """
+    anywhere = next((one for one in options if one.name.startswith("Algorithm 1")), None)
+    if anywhere is None or anywhere.solution is None:
+        return ""
+    first = chosen if chosen.traffic is not None and chosen.solution else anywhere
     if first.traffic is None:
         return (
             "Algorithm 1 (instances anywhere) applies: all KV stays inside one node."
             if first.placement is not None
             else ""
         )
+    assert first.solution is not None
+    traffic = f"with {first.solution.all_instances} {first.traffic}"
     if first.traffic.fits:
-        return f"Algorithm 1 (instances anywhere) applies: {first.traffic}."
+        return f"Algorithm 1 (instances anywhere) applies: {traffic}."
     return (
-        f"Algorithm 1 (instances anywhere) is out: {first.traffic}. Algorithms 2 and 3 keep"
+        f"Algorithm 1 (instances anywhere) is out: {traffic}. Algorithms 2 and 3 keep"
         " same-stage segments on one node, so that KV stays on its links."
     )
 
@@ -234,17 +250,17 @@ def _why_wins(
     fewer = replace(unit, groups=(replace(unit.groups[0], count=count),))
     task = evaluator.task(fewer, request.asked_rate, evaluator.effort.quick())
     [check] = run_all(evaluator.executor, check_rate, [task])
-    probe = check.probes[0]
+    probe, share = check.probes[0], check.probes[0].binding
     slower = (
         "prompts delay the tokens of requests on the same GPUs"
-        if probe.tpot_attainment < probe.ttft_attainment
+        if share.limited_by == "tpot"
         else "prompts wait for decoding on the same GPUs"
     )
     if probe.verdict == "unstable":
         slower = "work arrives faster than they do it"
     return (
-        f"on {fewer} {slower}, TTFT is met by {probe.ttft_attainment:.0%} and TPOT by"
-        f" {probe.tpot_attainment:.0%} of the requests"
+        f"on {fewer} {slower}, TTFT is met by {share.ttft_attainment:.0%} and TPOT by"
+        f" {share.tpot_attainment:.0%} of {share.name or 'the requests'}"
     )
 
 
@@ -254,13 +270,12 @@ def _why_loses(
     """Colocated requests still meet the limits, while whole instances per phase idle."""
     assert best.solution and together.solution
     rate = request.asked_rate
-    check = evaluator.check(together.solution.all_instances, rate)
-    probe = min(check.probes, key=lambda one: one.attainment)
+    share = evaluator.check(together.solution.all_instances, rate).binding
     each = rate / best.solution.num_units
     groups = best.solution.unit.groups
     used = [f"{used_share(evaluator, one, each):.0%} of {one.role.lower()}" for one in groups]
     return (
-        f"sharing GPUs still meets TTFT for {probe.ttft_attainment:.0%} and TPOT for"
-        f" {probe.tpot_attainment:.0%} of the requests, while separate phases hold the weights"
-        f" twice and come in whole instances ({', '.join(used)} used)"
+        f"sharing GPUs still meets TTFT for {share.ttft_attainment:.0%} and TPOT for"
+        f" {share.tpot_attainment:.0%} of {share.name or 'the requests'}, while separate"
+        f" phases hold the weights twice and come in whole instances ({', '.join(used)} used)"
     )

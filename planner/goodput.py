@@ -1,4 +1,4 @@
-"""The highest rate at which enough requests meet both limits, in the long run.
+"""The highest rate at which enough requests of every class meet both limits, in the long run.
 
 Every seed gets a bisection of its own; the answer is their mean with a 90 % interval. What is
 not a rate is one of five other answers, and none is mistaken for another.
@@ -14,13 +14,19 @@ from functools import partial
 import numpy as np
 from scipy import stats
 
-from daskserve.core.slo import SLO
 from daskserve.errors import InvalidParameter
 from daskserve.planner.arrivals import ArrivalProcess, cycle_s, fit_arrivals
 from daskserve.planner.capacity import capacity_guess
 from daskserve.planner.simulator import Deployment
 from daskserve.planner.simulator.driving import run_arrays
-from daskserve.planner.simulator.result import is_met, tpot_s, ttft_s
+from daskserve.planner.simulator.result import tpot_s, ttft_s
+from daskserve.planner.slo_classes import (
+    AnySLO,
+    ClassShare,
+    SLOClasses,
+    of_class,
+    shares_of,
+)
 from daskserve.planner.stationarity import (
     FIRST_LOOK,
     Probe,
@@ -39,12 +45,12 @@ _MAX_DOUBLINGS = 60
 
 @dataclass(frozen=True, slots=True)
 class BestReachable:
-    """What requests see when nothing else runs: no rate can do better.
+    """What requests of a class see when nothing else runs: no rate can do better.
 
     Parameters
     ----------
-    attainment
-        Share that meets both limits.
+    share
+        How many meet both limits.
     ttft_s, tpot_s
         Limits that the target share would meet, each by itself: the nearest feasible SLO. TPOT
         is None when no request has one.
@@ -52,10 +58,14 @@ class BestReachable:
         Share that no KV pool could ever hold.
     """
 
-    attainment: float
+    share: ClassShare
     ttft_s: float
     tpot_s: float | None
     rejected: float = 0.0
+
+    @property
+    def attainment(self) -> float:
+        return self.share.attainment
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,10 +84,13 @@ class Goodput:
         90 % interval of the rate over seeds; None without a rate, ``high`` also at the cap.
     limited_by
         What fails just above the rate: ``ttft``, ``tpot`` or ``stability``.
+    limiting_class
+        The class whose limit that is; empty when one SLO is for all, or for stability.
     reason
         One sentence for people.
     best
-        The best that can be reached; None for ``no_data`` and ``error``.
+        The best that can be reached by the class that is furthest from its target; None for
+        ``no_data`` and ``error``.
     by_seed
         The rate of each seed.
     probes
@@ -89,16 +102,23 @@ class Goodput:
     low: float | None = None
     high: float | None = None
     limited_by: str | None = None
+    limiting_class: str = ""
     reason: str = ""
     best: BestReachable | None = None
     by_seed: tuple[float, ...] = ()
     probes: tuple[Probe, ...] = field(default=(), repr=False)
 
+    @property
+    def classes(self) -> tuple[ClassShare, ...]:
+        """What each class attained at the highest rate that was met; none without a rate."""
+        met = [probe for probe in self.probes if probe.verdict == "met"]
+        return max(met, key=lambda probe: probe.rate).classes if met else ()
+
 
 def goodput(
     workload: Workload,
     deployment: Deployment,
-    slo: SLO,
+    slo: AnySLO,
     *,
     max_rate: float | None = None,
     seeds: Sequence[int] = (0, 1, 2),
@@ -106,12 +126,14 @@ def goodput(
     max_requests: int = 100_000,
     arrivals: ArrivalProcess | None = None,
 ) -> Goodput:
-    """Highest rate at which ``slo.attainment`` of the requests meet both limits.
+    """Highest rate at which ``attainment`` of the requests of every class meet both limits.
 
     Parameters
     ----------
     workload
-        Lengths, and how bursty the arrivals are; resampled at every rate.
+        Lengths, classes, and how bursty the arrivals are; resampled at every rate.
+    slo
+        One for all requests, or one for each class by name.
     max_rate
         Do not look above this many requests/s; None looks as far as it goes.
     seeds
@@ -127,12 +149,15 @@ def goodput(
     _check(max_rate, seeds, tolerance, max_requests)
     if len(workload) == 0:
         return Goodput("no_data", reason="the workload holds no requests")
+    classes = SLOClasses.of(slo)
+    classes.check(workload)
     try:
-        best = best_reachable(workload, deployment, slo, seeds[0])
-        if best.attainment < slo.attainment:
-            return Goodput("infeasible", reason=_why_infeasible(best, slo), best=best)
-        runs = _Runs(workload, deployment, slo, max_requests, arrivals)
-        start = 0.5 * capacity_guess(workload, deployment, slo)
+        alone = best_reachable(workload, deployment, classes, seeds[0])
+        best = min(alone, key=lambda one: one.share.room)
+        if not best.share.is_met:
+            return Goodput("infeasible", reason=_why_infeasible(best), best=best)
+        runs = _Runs(workload, deployment, classes, max_requests, arrivals)
+        start = 0.5 * capacity_guess(workload, deployment, classes)
         found: list[_Bracket] = []
         for seed in seeds:
             start = found[-1].low if found and found[-1].low > 0 else start
@@ -145,33 +170,41 @@ def goodput(
 def probe_rate(
     workload: Workload,
     deployment: Deployment,
-    slo: SLO,
+    slo: AnySLO,
     rate: float,
     seed: int = 0,
     max_requests: int = 100_000,
     arrivals: ArrivalProcess | None = None,
 ) -> Probe:
     """What one rate shows, in a run as long as a steady state needs; looks for no other rate."""
-    return _Runs(workload, deployment, slo, max_requests, arrivals).probe(seed, rate)
+    classes = SLOClasses.of(slo)
+    return _Runs(workload, deployment, classes, max_requests, arrivals).probe(seed, rate)
 
 
 def best_reachable(
-    workload: Workload, deployment: Deployment, slo: SLO, seed: int
-) -> BestReachable:
-    """Requests of the workload one by one, each alone in the deployment."""
-    count = min(max(len(workload), FIRST_LOOK), 4 * FIRST_LOOK)
+    workload: Workload, deployment: Deployment, slo: SLOClasses, seed: int
+) -> list[BestReachable]:
+    """Requests of each class one by one, each alone in the deployment."""
     _, prompt, output = workload.arrays()
-    rows = np.random.default_rng(seed).integers(0, len(workload), count)
-    if len(workload) <= count:
-        rows = np.arange(len(workload))
-    done, _ = run_arrays(deployment, _ALONE_S * np.arange(len(rows)), prompt[rows], output[rows])
-    ttft, tpot = ttft_s(done), tpot_s(done)
-    share = slo.attainment
-    with_tpot = tpot[~np.isnan(tpot)]
+    index = slo.index_of(workload)
+    found = []
+    for place in range(len(slo.names)):
+        rows = np.flatnonzero(index == place)
+        count = min(max(len(rows), FIRST_LOOK), 4 * FIRST_LOOK)
+        if len(rows) > count:
+            rows = rows[np.random.default_rng(seed).integers(0, len(rows), count)]
+        apart_s = _ALONE_S * np.arange(len(rows))
+        done, _ = run_arrays(deployment, apart_s, prompt[rows], output[rows])
+        found.append(_reached(slo, place, ttft_s(done), tpot_s(done)))
+    return found
+
+
+def _reached(slo: SLOClasses, place: int, ttft: np.ndarray, tpot: np.ndarray) -> BestReachable:
+    target, with_tpot = slo.slos[place].attainment, tpot[~np.isnan(tpot)]
     return BestReachable(
-        attainment=float(is_met(slo, ttft, tpot).mean()),
-        ttft_s=float(np.quantile(np.nan_to_num(ttft, nan=np.inf), share, method="higher")),
-        tpot_s=float(np.quantile(with_tpot, share, method="higher")) if len(with_tpot) else None,
+        share=shares_of(slo, np.full(len(ttft), place), ttft, tpot)[place],
+        ttft_s=float(np.quantile(np.nan_to_num(ttft, nan=np.inf), target, method="higher")),
+        tpot_s=float(np.quantile(with_tpot, target, method="higher")) if len(with_tpot) else None,
         rejected=float(np.isnan(ttft).mean()),
     )
 
@@ -180,7 +213,7 @@ def best_reachable(
 class _Runs:
     workload: Workload
     deployment: Deployment
-    slo: SLO
+    slo: SLOClasses
     max_requests: int
     arrivals: ArrivalProcess | None
     probes: list[Probe] = field(default_factory=list)
@@ -190,17 +223,19 @@ class _Runs:
         if self.arrivals is None:
             self.arrivals = fit_arrivals(self.workload.arrays()[0])
         output_tokens = float(self.workload.arrays()[2].mean())
-        most = most_requests(rate, self.slo, output_tokens, self.max_requests)
+        rarest = int(np.bincount(self.slo.index_of(self.workload)).min()) / len(self.workload)
+        most = most_requests(rate, self.slo, output_tokens, self.max_requests, rarest)
         num_requests = first_look(rate, cycle_s(self.arrivals), most)
         while True:
             trace = self.workload.resample(num_requests, rate, seed, self.arrivals)
             done, _ = run_arrays(self.deployment, *trace.arrays())
-            probe = judge(rate, self.slo, done)
+            index = self.slo.index_of(trace)
+            probe = judge(rate, self.slo, done, index)
             decided = probe.is_surely_missed or (probe.is_long_enough and not probe.is_drifting)
             if decided or num_requests >= most:
                 break
             # A tenth more: what is needed varies a little with the run that says so.
-            needed = int(1.1 * requests_needed(rate, self.slo, done))
+            needed = int(1.1 * requests_needed(rate, self.slo, done, index))
             num_requests = min(max(needed, 2 * num_requests), most)
         self.probes.append(probe)
         return probe
@@ -258,19 +293,29 @@ def _summed_up(
     rates = np.array([bracket.low for bracket in found])
     rate = float(rates.mean())
     low, high = _interval(found)
-    answer = Goodput("found", rate, low, high, None, "", best, tuple(rates.tolist()), probes)
+    answer = Goodput(
+        "found", rate, low, high, best=best, by_seed=tuple(rates.tolist()), probes=probes
+    )
     if all(bracket.above is None for bracket in found):
         reason = f"{cap:g} requests/s, the cap, is met"
         return replace(answer, status="at_least_cap", rate=cap, high=None, reason=reason)
-    limits = [bracket.above.limited_by for bracket in found if bracket.above]
-    limited_by = max(sorted(set(limits)), key=limits.count)
-    reason = f"{rate:.4g} requests/s are met; above that {_FAILS[limited_by]}"
-    return replace(answer, limited_by=limited_by, reason=reason)
+    limits = [_limit(bracket.above) for bracket in found if bracket.above]
+    limited_by, name = max(sorted(set(limits)), key=limits.count)
+    reason = f"{rate:.4g} requests/s are met; above that {_FAILS[limited_by]}".format(
+        of_class(name)
+    )
+    return replace(answer, limited_by=limited_by, limiting_class=name, reason=reason)
+
+
+def _limit(probe: Probe) -> tuple[str, str]:
+    """What fails in a run, and of which class; a queue grows for all classes."""
+    is_of_all = probe.limited_by == "stability"
+    return probe.limited_by, "" if is_of_all else probe.binding.name
 
 
 _FAILS = {
-    "ttft": "too many requests wait too long for their first token",
-    "tpot": "too many requests get their tokens too slowly",
+    "ttft": "too many requests{} wait too long for their first token",
+    "tpot": "too many requests{} get their tokens too slowly",
     "stability": "the queue grows without end",
 }
 
@@ -286,16 +331,17 @@ def _interval(found: list[_Bracket]) -> tuple[float, float]:
     return max(float(lows.mean()) - spread, 0.0), float(highs.mean()) + spread
 
 
-def _why_infeasible(best: BestReachable, slo: SLO) -> str:
+def _why_infeasible(best: BestReachable) -> str:
+    whose, target = of_class(best.share.name), best.share.target
     tpot = "" if best.tpot_s is None else f" and TPOT {best.tpot_s:.4g} s"
-    if best.rejected > 1 - slo.attainment:
+    if best.rejected > 1 - target:
         return (
-            f"{best.rejected:.1%} of the requests are longer than the KV memory of an instance:"
-            " use more GPUs per instance or shorter requests"
+            f"{best.rejected:.1%} of the requests{whose} are longer than the KV memory of an"
+            " instance: use more GPUs per instance or shorter requests"
         )
     return (
-        f"even a request alone meets the limits in {best.attainment:.1%} of the cases, below the"
-        f" target of {slo.attainment:.1%}; TTFT {best.ttft_s:.4g} s{tpot} can be reached"
+        f"even a request{whose} alone meets the limits in {best.attainment:.1%} of the cases, below"
+        f" the target of {target:.1%}; TTFT {best.ttft_s:.4g} s{tpot} can be reached"
     )
 
 

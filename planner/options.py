@@ -28,10 +28,11 @@ from daskserve.planner.search.fill import Limits
 from daskserve.planner.search.links import KVTraffic, kv_traffic
 from daskserve.planner.search.pooled import Pooled, fewest_pooled
 from daskserve.planner.search.refine import refine_counts
-from daskserve.planner.search.simulated import Effort, Executor, SimulatedEvaluator
+from daskserve.planner.search.simulated import Check, Effort, Executor, SimulatedEvaluator
 from daskserve.planner.search.sized import SizedEvaluator
 from daskserve.planner.search.sizing import Demand
 from daskserve.planner.search.units import Estimate, Instances, Scored, Unit
+from daskserve.planner.slo_classes import of_class
 
 NOTHING_MEETS = "no parallelism meets the SLO at any rate"
 NOTHING_HOLDS = (
@@ -41,10 +42,10 @@ NOTHING_HOLDS = (
 
 def evaluator_for(request: PlanRequest, executor: Executor | None = None) -> SimulatedEvaluator:
     """What finds goodputs for this request."""
-    demand = Demand.of(request.workload, request.slo)
+    demand = Demand.of(request.workload, request.classes)
     sized = SizedEvaluator(request.model, request.cluster, request.step_source, demand)
     effort = Effort(seeds=request.seeds, max_requests=request.max_requests)
-    return SimulatedEvaluator(sized, request.workload, request.slo, effort, executor)
+    return SimulatedEvaluator(sized, request.workload, request.classes, effort, executor)
 
 
 def all_options(request: PlanRequest, evaluator: SimulatedEvaluator) -> list[Option]:
@@ -172,13 +173,19 @@ def _settled(
         lambda unit: evaluator.check(unit, rate), solution.all_instances, request.weights.weight
     )
     if not refined.answer.holds:
-        why = (
-            f"does not hold {rate:.4g} requests/s: even {refined.unit} attains"
-            f" {refined.answer.attainment:.0%}, {FAILS[refined.answer.limited_by or 'ttft']}"
-        )
+        why = f"does not hold {rate:.4g} requests/s: even {refined.unit} {_share(refined.answer)}"
         return replace(first, rejected=why)
     solution = Solution(name, refined.unit, 1, rate, solution.considered)
-    return option_of(request, evaluator, name, solution, None)
+    option = option_of(request, evaluator, name, solution, None)
+    return replace(option, classes=refined.answer.classes)
+
+
+def _share(answer: Check) -> str:
+    """Such as ``attains 80% of chat, TTFT fails``, without the class where there is one only."""
+    return (
+        f"attains {answer.attainment:.0%}{of_class(answer.binding.name)},"
+        f" {FAILS[answer.limited_by or 'ttft']}"
+    )
 
 
 def option_of(
@@ -200,7 +207,8 @@ def option_of(
             rejected = f"the network is too slow: {traffic}"
     except ClusterError as error:
         rejected = str(error)
-    return Option(name, solution, placement, goodput, price, traffic, rejected)
+    classes = goodput.classes if goodput else ()
+    return Option(name, solution, placement, goodput, price, traffic, rejected, classes=classes)
 
 
 def placed(

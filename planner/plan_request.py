@@ -8,13 +8,13 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from daskserve.core.slo import SLO
 from daskserve.errors import InvalidParameter
 from daskserve.planner.hardware import Cluster
 from daskserve.planner.latency import LatencyModel, Roofline
 from daskserve.planner.model_spec import ModelSpec
 from daskserve.planner.search.objective import Objective
 from daskserve.planner.search.space import SearchSpace
+from daskserve.planner.slo_classes import AnySLO, SLOClasses
 from daskserve.planner.workload import Workload
 
 ALGORITHMS = ("auto", "1", "2", "3", "joint", "colocated", "single")
@@ -31,6 +31,9 @@ class PlanRequest:
     ----------
     workload
         Lengths, and arrivals whose burstiness is fitted; its rate is replaced by ``rate``.
+    slo
+        One for all requests, or one by name for each class of the workload: then a rate holds
+        when every class meets its own target.
     rate
         Requests/s to serve; None takes the workload's own.
     objective
@@ -49,7 +52,7 @@ class PlanRequest:
     model: ModelSpec
     cluster: Cluster
     workload: Workload
-    slo: SLO
+    slo: AnySLO
     rate: float | None = None
     objective: str = "gpus"
     latency: LatencyModel | None = None
@@ -77,12 +80,19 @@ class PlanRequest:
             raise InvalidParameter("nodes_per_instance", self.nodes_per_instance, limit)
         _, prompt, output = self.workload.arrays()
         self.model.check_lengths(prompt + output)
+        if len(self.workload):
+            self.classes.check(self.workload)
         object.__setattr__(self, "spaces", tuple(self._spaces()))
 
     def _spaces(self) -> Iterator[SearchSpace]:
         for group in self.cluster.groups:
             nodes = min(group.num_nodes, self.nodes_per_instance or MOST_NODES_PER_INSTANCE)
             yield SearchSpace(nodes, group.gpus_per_node, group.gpu.name)
+
+    @property
+    def classes(self) -> SLOClasses:
+        """The SLO of every class; one without a name when one is for all requests."""
+        return SLOClasses.of(self.slo)
 
     @property
     def step_source(self) -> LatencyModel:
@@ -109,7 +119,7 @@ class PlanRequest:
     def at_rate(self, rate: float) -> PlanRequest:
         return replace(self, rate=rate)
 
-    def with_slo(self, slo: SLO) -> PlanRequest:
+    def with_slo(self, slo: AnySLO) -> PlanRequest:
         return replace(self, slo=slo)
 
 

@@ -15,6 +15,7 @@ from daskserve.core.slo import SLO
 from daskserve.planner.goodput import Goodput
 from daskserve.planner.search.algorithms import Solution
 from daskserve.planner.search.links import KVTraffic
+from daskserve.planner.slo_classes import AnySLO, ClassShare, SLOClasses
 
 SECONDS_PER_HOUR = 3600.0
 
@@ -41,6 +42,9 @@ class Option:
         Why it cannot be used; empty when it can.
     is_too_large
         It would meet the SLO on a larger cluster.
+    classes
+        What each class of requests attains at the rate: with the seed that attained the least,
+        or where a goodput was looked for at the highest rate that was met.
     """
 
     name: str
@@ -51,6 +55,7 @@ class Option:
     traffic: KVTraffic | None = None
     rejected: str = ""
     is_too_large: bool = False
+    classes: tuple[ClassShare, ...] = ()
 
     @property
     def is_usable(self) -> bool:
@@ -100,12 +105,12 @@ class Plan:
 
     status: str
     rate: float
-    slo: SLO
+    slo: AnySLO
     chosen: Option | None = None
     options: tuple[Option, ...] = ()
     tokens_per_request: float = float("nan")
     reason: str = ""
-    nearest_slo: SLO | None = None
+    nearest_slo: SLO | dict[str, SLO] | None = None
     highest_rate: float | None = None
     explanation: tuple[str, ...] = field(default=())
     is_highest: bool = False
@@ -125,12 +130,23 @@ class Plan:
 
     @property
     def ranking(self) -> xr.Dataset:
-        """One row per option, by dimension ``option``."""
+        """One row per option, by dimension ``option``; ``attainment`` also by ``slo_class``.
+
+        Attainment is NaN where the option was not simulated at the rate.
+        """
         rows = [self._row(option) for option in self.options]
         names = [option.name for option in self.options]
         columns = rows[0] if rows else {}
-        data = {name: ("option", np.array([row[name] for row in rows])) for name in columns}
-        return xr.Dataset(data, {"option": names}, {"rate": self.rate, "status": self.status})
+        data: dict = {name: ("option", np.array([row[name] for row in rows])) for name in columns}
+        slo = SLOClasses.of(self.slo)
+        shares = [{one.name: one.attainment for one in option.classes} for option in self.options]
+        attainment = [[mine.get(name, np.nan) for name in slo.names] for mine in shares]
+        shape = len(names), len(slo.names)
+        by_class = np.array(attainment, np.float64).reshape(shape)
+        data["attainment"] = (("option", "slo_class"), by_class)
+        data["target"] = ("slo_class", slo.attainment)
+        coords = {"option": names, "slo_class": list(slo.names)}
+        return xr.Dataset(data, coords, {"rate": self.rate, "status": self.status})
 
     def _row(self, option: Option) -> dict:
         unit = option.solution.all_instances if option.solution else None

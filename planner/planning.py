@@ -113,18 +113,16 @@ def _infeasible(answer: Plan, request: PlanRequest, evaluator: SimulatedEvaluato
     nearest = nearest_slo(request, evaluator)
     if nearest is None:
         return replace(answer, reason=_why_nothing_runs(request, evaluator))
-    if nearest == request.slo and not any(
+    if nearest == request.classes and not any(
         one.solution or one.is_too_large for one in answer.options
     ):
         return replace(answer, reason=answer.options[0].rejected)
     if not any(one.solution or one.is_too_large for one in answer.options):
         reason = (
-            f"no parallelism meets TTFT {request.slo.ttft_s:.4g} s and TPOT"
-            f" {request.slo.tpot_s:.4g} s for {request.slo.attainment:.0%} of the requests at any"
-            f" rate; the nearest SLO that can be met is TTFT {nearest.ttft_s:.3g} s and TPOT"
-            f" {nearest.tpot_s:.3g} s"
+            f"no parallelism meets {request.classes} at any rate; the nearest SLO that can be"
+            f" met is {nearest.limits(request.classes)}"
         )
-        return replace(answer, reason=reason, nearest_slo=nearest)
+        return replace(answer, reason=reason, nearest_slo=nearest.given())
     reasons = [f"{one.name}: {one.rejected}" for one in answer.options if one.rejected]
     best = highest_options(request, evaluator, Limits(request.cluster))
     usable = [_rate(one) for one in best if one.is_usable]

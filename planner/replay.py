@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import xarray as xr
 
 from daskserve.core.instance import Role
 from daskserve.core.placement import InstancePlacement, Placement
-from daskserve.core.slo import SLO
 from daskserve.errors import ConfigError, WorkloadError
 from daskserve.planner.hardware import GPU, Cluster, NodeGroup, gpu_named
 from daskserve.planner.latency import CalibratedModel, LatencyModel
@@ -20,6 +20,7 @@ from daskserve.planner.search.units import Instances
 from daskserve.planner.simulator import Deployment, SimulationResult
 from daskserve.planner.simulator.driving import run_arrays
 from daskserve.planner.simulator.result import instances_of, timelines_of
+from daskserve.planner.slo_classes import AnySLO, SLOClasses, table_of
 from daskserve.planner.stationarity import Probe, judge
 from daskserve.planner.step_times import StepTimes
 from daskserve.planner.workload import Workload
@@ -41,7 +42,7 @@ class Replay:
         What each run says about the long run; None for a replayed trace, which is its own.
     """
 
-    slo: SLO
+    slo: SLOClasses
     rate: float | None
     runs: tuple[SimulationResult, ...]
     probes: tuple[Probe, ...] | None
@@ -53,13 +54,29 @@ class Replay:
         return float(np.mean([share for share in shares if share is not None]))
 
     @property
+    def by_class(self) -> xr.Dataset:
+        """Requests, attainment and target by dimensions ``run`` and ``slo_class``."""
+        return table_of([run.shares(self.slo) for run in self.runs])
+
+    @property
+    def class_attainment(self) -> dict[str, float]:
+        """Share of the requests of each class that met both limits, over all runs."""
+        table = self.by_class
+        counts = table["num_requests"]
+        # A short trace may be drawn without any of a rare class.
+        share = (table["attainment"].fillna(0) * counts).sum("run") / counts.sum("run")
+        return dict(zip(self.slo.names, share.values.tolist(), strict=True))
+
+    @property
     def is_steady(self) -> bool:
         """False when a queue grew in some run: its attainment would go on falling."""
         return self.probes is None or not any(probe.is_drifting for probe in self.probes)
 
     @property
     def is_met(self) -> bool:
-        return self.attainment >= self.slo.attainment and self.is_steady
+        """Every class meets its own target."""
+        met = [self.class_attainment[name] >= slo.attainment for name, slo in self.slo]
+        return all(met) and self.is_steady
 
     def write_timeline(self, path: str | Path) -> None:
         """Every request of the first run as CSV. Raises ConfigError when it cannot be written."""
@@ -75,13 +92,9 @@ class Replay:
             raise ConfigError(f"cannot write {path}: {error.strerror or error}") from error
 
     def __str__(self) -> str:
-        shares = [f"{run.attainment(self.slo):.2%}" for run in self.runs]
         requests = sum(run.timelines.sizes["request"] for run in self.runs)
         rate = f" at {self.rate:.4g} requests/s" if self.rate else ""
-        lines = [
-            f"{requests} requests{rate}: {self.attainment:.2%} met TTFT {self.slo.ttft_s:g} s and"
-            f" TPOT {self.slo.tpot_s:g} s ({', '.join(shares)}); target {self.slo.attainment:.0%}"
-        ]
+        lines = self._classes(f"{requests} requests{rate}")
         if not self.is_steady:
             lines.append("unstable: the queue grew during the run, attainment would go on falling")
         rejected = sum(run.num_rejected for run in self.runs)
@@ -104,13 +117,27 @@ class Replay:
             )
         return "\n".join(lines)
 
+    def _classes(self, head: str) -> list[str]:
+        """A line for each class, below one for all of them if there are several."""
+        table = self.by_class
+        lines = [f"{head}: {self.attainment:.2%} met the limits of their class"]
+        for name, slo in self.slo:
+            of_class = table.sel(slo_class=name)
+            shares = [f"{share:.2%}" for share in of_class["attainment"].values]
+            whose = f"{name}, {int(of_class['num_requests'].sum())} requests" if name else head
+            lines.append(
+                f"{whose}: {self.class_attainment[name]:.2%} met TTFT {slo.ttft_s:g} s and TPOT"
+                f" {slo.tpot_s:g} s ({', '.join(shares)}); target {slo.attainment:.0%}"
+            )
+        return lines if self.slo.has_names else lines[1:]
+
 
 def replay(
     placement: Placement,
     model: ModelSpec,
     latency: LatencyModel,
     workload: Workload,
-    slo: SLO,
+    slo: AnySLO,
     *,
     rate: float | None = None,
     num_requests: int | None = None,
@@ -128,35 +155,38 @@ def replay(
     Raises
     ------
     WorkloadError
-        No requests, or no rate.
+        No requests, no rate, or a class without requests or without SLO.
     """
     if len(workload) == 0:
         raise WorkloadError("no data: the workload holds no requests")
+    if rate is None:
+        workload = Workload(workload.dataset.isel(request=slice(num_requests)))
+    classes = SLOClasses.of(slo)
+    classes.check(workload)
     deployment = deployment_of_placement(placement, model, latency)
     dispatch_s = latency.dispatch_s if isinstance(latency, CalibratedModel) else 0.0
     if rate is None:
         if workload.rate is None:
             raise WorkloadError("no data: the workload has no arrival times; give a rate")
-        arrays = [values[:num_requests] for values in workload.arrays()]
-        run, _ = _run(deployment, arrays, dispatch_s)
-        return Replay(slo, workload.rate, (run,), None)
+        run, _ = _run(deployment, workload, dispatch_s)
+        return Replay(classes, workload.rate, (run,), None)
     runs, probes = [], []
     for seed in seeds:
         trace = workload.resample(num_requests or 20_000, rate, seed)
-        run, done = _run(deployment, trace.arrays(), dispatch_s)
+        run, done = _run(deployment, trace, dispatch_s)
         runs.append(run)
-        probes.append(judge(rate, slo, done))
-    return Replay(slo, rate, tuple(runs), tuple(probes))
+        probes.append(judge(rate, classes, done, classes.index_of(trace)))
+    return Replay(classes, rate, tuple(runs), tuple(probes))
 
 
 def _run(
-    deployment: Deployment, arrays: Sequence[np.ndarray], dispatch_s: float
+    deployment: Deployment, workload: Workload, dispatch_s: float
 ) -> tuple[SimulationResult, np.ndarray]:
-    done, simulation = run_arrays(deployment, *arrays)
+    done, simulation = run_arrays(deployment, *workload.arrays())
     # The same delay for every arrival changes nothing else.
     done["prefill_queue_s"] += dispatch_s
     tables = instances_of(simulation.tables)
-    return SimulationResult(timelines_of(done), tables, simulation.now_s), done
+    return SimulationResult(timelines_of(done, workload), tables, simulation.now_s), done
 
 
 def deployment_of_placement(

@@ -11,8 +11,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from daskserve.core.slo import SLO
 from daskserve.planner.simulator.result import STAGES, is_met, tpot_s, ttft_s
+from daskserve.planner.slo_classes import (
+    AnySLO,
+    ClassShare,
+    SLOClasses,
+    binding,
+    shares_of,
+)
 
 MARGIN = 0.1
 """Share of the requests at each end that is not measured: the system fills and empties there."""
@@ -48,9 +54,11 @@ class Probe:
     num_requests
         Simulated; `steady_part` of them is measured.
     attainment, first_half, second_half
-        Share that met both limits: of all measured, and of each half of them.
+        Share that met both of its limits: of all measured, and of each half of them.
     ttft_attainment, tpot_attainment
         Share that met the one limit.
+    classes
+        The same for each class of requests; the target must be met by every one of them.
     is_long_enough
         Whether the run is long against the limits and against a request's life.
     is_drifting
@@ -72,39 +80,56 @@ class Probe:
     is_drifting: bool
     is_surely_missed: bool
     verdict: str
+    classes: tuple[ClassShare, ...]
+
+    @property
+    def binding(self) -> ClassShare:
+        """The class that misses its target first."""
+        return binding(self.classes)
 
     @property
     def limited_by(self) -> str:
         """What fails first here: ``ttft``, ``tpot`` or ``stability``."""
-        if self.verdict == "unstable":
-            return "stability"
-        return "ttft" if self.ttft_attainment <= self.tpot_attainment else "tpot"
+        return "stability" if self.verdict == "unstable" else self.binding.limited_by
 
 
-def requests_needed(rate: float, slo: SLO, done: np.ndarray) -> int:
+def requests_needed(
+    rate: float, slo: AnySLO, done: np.ndarray, slo_class: np.ndarray | None = None
+) -> int:
     """Requests that make a run at ``rate`` long enough, judged from a shorter one.
 
     Above capacity by 2 %, waiting times grow by 0.02 s per second. Either the run lasts twice as
     long as it takes that growth to use up what the limits tolerate (the TTFT limit, or the TPOT
     limit times the tokens), so that half of it is spent beyond them; or it has so many requests
     that the growth stands out of the noise. In both cases it lasts ten lives of a request, or four
-    where that is very many requests, whose noise is small.
+    where that is very many requests, whose noise is small. Of several classes the least tolerant
+    breaks first, and even the rarest must be seen often enough.
     """
+    slo, index = SLOClasses.of(slo), _index(slo_class, done)
     tokens = float(done["output_tokens"].mean())
-    tolerated_s = max(slo.ttft_s, slo.tpot_s * max(tokens - 1, 1))
+    tolerated_s = float(np.maximum(slo.ttft_s, slo.tpot_s * max(tokens - 1, 1)).min())
     horizon = rate * 2 * tolerated_s / _OVERLOAD
     gaps_s = np.diff(done["arrival_s"])
     burstiness = float(gaps_s.var() / gaps_s.mean() ** 2) if gaps_s.mean() > 0 else 1.0
     steady = STEADY_REQUESTS * max(1.0, (1 + burstiness) / 2)
     life = rate * float(np.nan_to_num(_total_s(done)).mean())
     lives = max(_FEW_LIFETIMES * life, min(_LIFETIMES * life, _MANY_REQUESTS))
-    return int(max(min(horizon, steady), lives)) + 1
+    counts = np.bincount(index, minlength=len(slo.names))
+    seen = FIRST_LOOK * (len(done) / max(int(counts.min()), 1) - 1.0)
+    return int(max(min(horizon, steady), lives, seen)) + 1
 
 
-def most_requests(rate: float, slo: SLO, mean_output_tokens: float, asked: int) -> int:
-    """Requests of the longest run: as asked, or what a few lives of a request take at this rate."""
-    life = rate * slo.tpot_s * mean_output_tokens
-    return max(asked, int(min((_FEW_LIFETIMES + 2) * life, _MOST_REQUESTS)))
+def most_requests(
+    rate: float, slo: AnySLO, mean_output_tokens: float, asked: int, rarest: float = 1.0
+) -> int:
+    """Requests of the longest run: as asked, or what a few lives of a request take at this rate.
+
+    ``rarest`` is the smallest share that a class has of the requests: it must be seen as well.
+    """
+    slo = SLOClasses.of(slo)
+    seen = int(2 * FIRST_LOOK / rarest) if rarest < 1.0 else 0
+    life = rate * float(slo.tpot_s.min()) * mean_output_tokens
+    return max(asked, int(min(max((_FEW_LIFETIMES + 2) * life, seen), _MOST_REQUESTS)))
 
 
 def first_look(rate: float, cycle_s: float, most: int) -> int:
@@ -121,36 +146,62 @@ def steady_part(done: np.ndarray) -> slice:
     return slice(max(margin, min(filled, len(done) // 4)), len(done) - margin)
 
 
-def judge(rate: float, slo: SLO, done: np.ndarray) -> Probe:
-    """Judge a run: ``done`` are the simulator's rows in order of arrival, at least 100."""
-    measured = done[steady_part(done)]
+def judge(rate: float, slo: AnySLO, done: np.ndarray, slo_class: np.ndarray | None = None) -> Probe:
+    """Judge a run.
+
+    Parameters
+    ----------
+    done
+        The simulator's rows in order of arrival, at least 100.
+    slo_class
+        The class of each, by its place among those of ``slo``; None: all are of the first.
+    """
+    slo, steady = SLOClasses.of(slo), steady_part(done)
+    measured, index = done[steady], _index(slo_class, done)[steady]
     ttft, tpot = ttft_s(measured), tpot_s(measured)
-    met = is_met(slo, ttft, tpot)
+    met = is_met(slo, ttft, tpot, index)
     waiting_s = measured["prefill_queue_s"] + measured["kv_transfer_s"] + measured["decode_queue_s"]
     halves = _batch_means(met).reshape(2, -1)
-    attainment, (first, second) = float(met.mean()), halves.mean(axis=1)
-    error = _standard_error(halves)
-    surely_missed = bool(second + _SIGMAS * error[1] < slo.attainment)
+    first, second = halves.mean(axis=1)
+    classes = shares_of(slo, index, ttft, tpot)
+    surely_missed = any(
+        _is_surely_missed(met[index == place], share.target) for place, share in enumerate(classes)
+    )
     waits = _batch_means(np.nan_to_num(waiting_s)).reshape(2, -1)
     drifting = _is_drifting(halves, waits, float(np.ptp(measured["arrival_s"])))
-    long_enough = len(done) >= requests_needed(rate, slo, measured)
-    if surely_missed or (attainment < slo.attainment and not drifting):
+    long_enough = len(done) >= requests_needed(rate, slo, measured, index)
+    if surely_missed or (
+        not drifting and any(share.attainment < share.target for share in classes)
+    ):
         verdict = "missed"
     else:
         verdict = "met" if long_enough and not drifting else "unstable"
     return Probe(
         rate=rate,
         num_requests=len(done),
-        attainment=attainment,
+        attainment=float(met.mean()),
         first_half=float(first),
         second_half=float(second),
-        ttft_attainment=float((ttft <= slo.ttft_s).mean()),
-        tpot_attainment=float((~(tpot > slo.tpot_s)).mean()),
+        ttft_attainment=float((ttft <= slo.ttft_s[index]).mean()),
+        tpot_attainment=float((~(tpot > slo.tpot_s[index])).mean()),
         is_long_enough=long_enough,
         is_drifting=drifting,
         is_surely_missed=surely_missed,
         verdict=verdict,
+        classes=classes,
     )
+
+
+def _index(slo_class: np.ndarray | None, done: np.ndarray) -> np.ndarray:
+    return np.zeros(len(done), np.int64) if slo_class is None else slo_class
+
+
+def _is_surely_missed(met: np.ndarray, target: float) -> bool:
+    """Whether the second half of a class's requests is below the target beyond noise."""
+    if len(met) < _BATCHES:
+        return False  # too few to tell; `requests_needed` asks for more
+    second = _batch_means(met).reshape(2, -1)[1:]
+    return bool(second.mean() + _SIGMAS * _standard_error(second)[0] < target)
 
 
 def _total_s(done: np.ndarray) -> np.ndarray:

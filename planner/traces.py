@@ -32,6 +32,7 @@ TIME_UNITS = {
 """Names of the arrival column and their unit in seconds; Mooncake's ``timestamp`` is in ms."""
 CLOCK_NAME = "TIMESTAMP"
 MOONCAKE_BLOCK_TOKENS = 512
+CLASS_NAME = "slo_class"
 QUANTISED_SHARE = 0.5
 """When more gaps than this are zero, arrivals were rounded to a coarse clock."""
 
@@ -43,7 +44,8 @@ def read_workload(path: str | Path, spread_s: float | None = None, seed: int = 0
     ----------
     path
         CSV or JSONL (``.jsonl``), with a prompt and an output column and, unless only lengths
-        are known, an arrival column; or NetCDF (``.nc``) that ``daskserve bench`` wrote.
+        are known, an arrival column; a column ``slo_class`` names the class of each request; or
+        NetCDF (``.nc``) that ``daskserve bench`` wrote.
     spread_s
         Seconds over which requests of equal time stamps are spread, evenly at random. None
         finds out whether the stamps were rounded (Mooncake's conversation trace: 3 s) and
@@ -54,7 +56,8 @@ def read_workload(path: str | Path, spread_s: float | None = None, seed: int = 0
     Raises
     ------
     WorkloadError
-        No such file, no rows, missing columns, bad numbers, or arrivals out of order.
+        No such file, no rows, missing columns, bad numbers, a class without a name, or arrivals
+        out of order.
     """
     rows = list(_rows(Path(path)))
     if not rows:
@@ -66,7 +69,8 @@ def read_workload(path: str | Path, spread_s: float | None = None, seed: int = 0
     name = Path(path).name.split(".")[0]
     if spread_s is not None and not (math.isfinite(spread_s) and spread_s >= 0):
         raise WorkloadError(f"spread_s={spread_s} must be a finite number of seconds of at least 0")
-    workload = Workload.from_arrays(arrival, prompt, output, name=name)
+    classes = _classes(path, rows) if CLASS_NAME in first else None
+    workload = Workload.from_arrays(arrival, prompt, output, classes, name=name)
     has_times = bool(workload.rate)
     if has_times:
         arrival = spread(arrival, spread_s, seed)
@@ -173,6 +177,14 @@ def _integers(path: str | Path, rows: list, column: str) -> np.ndarray:
             f"{path} line {line}: {column}={row[column]} must be a whole number of at least 1"
         )
     return values
+
+
+def _classes(path: str | Path, rows: list) -> list[str]:
+    for line, row in rows:
+        name = row.get(CLASS_NAME)
+        if not isinstance(name, str) or not name.strip():
+            raise WorkloadError(f"{path} line {line}: {CLASS_NAME}={name!r} must be a name")
+    return [row[CLASS_NAME].strip() for _, row in rows]
 
 
 def _arrivals(path: str | Path, rows: list) -> np.ndarray:

@@ -21,7 +21,8 @@ class Workload:
     ----------
     dataset
         Dimension ``request`` with ``arrival_s`` (float64, sorted, not negative),
-        ``prompt_tokens`` and ``output_tokens`` (int64, at least 1). Optional: dimension
+        ``prompt_tokens`` and ``output_tokens`` (int64, at least 1). Optional: ``slo_class``
+        (text, the name of the class whose limits the request has); dimension
         ``prefix_block`` with ``prefix_block_id`` (equal ids mean an equal prefix up to there)
         and ``num_prefix_blocks`` per request, attribute ``prefix_block_tokens``.
     """
@@ -34,6 +35,7 @@ class Workload:
         arrival_s: ArrayLike,
         prompt_tokens: ArrayLike,
         output_tokens: ArrayLike,
+        slo_class: ArrayLike | None = None,
         **attributes: Any,
     ) -> Workload:
         """Checks the arrays and wraps them; ``attributes`` such as ``name`` are kept.
@@ -41,7 +43,8 @@ class Workload:
         Raises
         ------
         WorkloadError
-            Lengths differ, times unsorted, negative or not finite, token counts below 1.
+            Lengths differ, times unsorted, negative or not finite, token counts below 1, a
+            class without a name.
         """
         arrival = np.array(arrival_s, dtype=np.float64, copy=True)
         prompt = _token_counts("prompt_tokens", prompt_tokens)
@@ -55,6 +58,8 @@ class Workload:
             "prompt_tokens": ("request", prompt),
             "output_tokens": ("request", output),
         }
+        if slo_class is not None:
+            data["slo_class"] = ("request", _class_names(slo_class, len(arrival)))
         return cls(xr.Dataset(data, attrs=attributes))
 
     @classmethod
@@ -130,7 +135,9 @@ class Workload:
             # Exactly the asked rate: a short draw of bursts can be off by a good deal.
             arrival_s *= (num_requests - 1) / rate / arrival_s[-1]
         _, prompt, output = self.arrays()
-        return Workload.from_arrays(arrival_s, prompt[rows], output[rows], **self.dataset.attrs)
+        data = self.dataset
+        classes = data["slo_class"].values[rows] if "slo_class" in data else None
+        return Workload.from_arrays(arrival_s, prompt[rows], output[rows], classes, **data.attrs)
 
     def _repr_html_(self) -> str:
         return self.dataset._repr_html_()
@@ -149,6 +156,15 @@ def _token_counts(name: str, values: ArrayLike) -> np.ndarray:
         row = int(np.argmax(raw < 1))
         raise WorkloadError(f"{name}={raw[row]:g} in request {row} must be at least 1")
     return raw.astype(np.int64)
+
+
+def _class_names(values: ArrayLike, num_requests: int) -> np.ndarray:
+    names = np.asarray(values)
+    if names.shape != (num_requests,) or (num_requests and names.dtype.kind != "U"):
+        raise WorkloadError(f"slo_class must be one name for each of {num_requests} requests")
+    if (names == "").any():
+        raise WorkloadError(f"slo_class of request {int(np.argmax(names == ''))} must have a name")
+    return names
 
 
 def _check_arrivals(arrival: np.ndarray) -> None:

@@ -1,6 +1,7 @@
 """The Python code of the README runs as it stands, but for the model; its commands exist."""
 
 import re
+import shlex
 from pathlib import Path
 
 from daskserve.cli import main
@@ -23,3 +24,13 @@ def test_the_python_code_runs(tmp_path, monkeypatch, capsys):
 def test_every_command_is_in_the_readme():
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert [name for name in main.commands if f"| `daskserve {name}` |" not in readme] == []
+
+
+def test_the_commands_parse():
+    readme = (ROOT / "README.md").read_text(encoding="utf-8").replace("\\\n", " ")
+    shell = "\n".join(re.findall(r"```sh\n(.*?)```", readme, re.DOTALL))
+    lines = [shlex.split(line, comments=True) for line in shell.splitlines()]
+    given = [words[1:] for words in lines if words[:1] == ["daskserve"]]
+    assert {name for name, *_ in given} >= {"run-batch", "serve", "bench"}
+    for name, *arguments in given:
+        main.commands[name].make_context(name, arguments).close()

@@ -59,7 +59,10 @@ async def _look(client: httpx.AsyncClient, target: Target) -> tuple[Target, int 
         if failure.kind.startswith("404") and target.model:  # not every server lists them
             return target, None
         raise
-    models = {str(model["id"]): model for model in served["data"]}
+    try:
+        models = {str(model["id"]): model for model in served["data"]}
+    except (KeyError, TypeError):
+        raise Failure("bad answer", "/v1/models lists none: is this an OpenAI server?") from None
     name = target.model or (next(iter(models)) if len(models) == 1 else "")
     if name not in models:
         asked = f"model {name!r} is not served" if name else "give --model"

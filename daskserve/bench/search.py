@@ -11,6 +11,7 @@ from daskserve.bench.record import STAGES
 from daskserve.bench.results import Results
 from daskserve.core.slo import SLO
 from daskserve.errors import InvalidParameter
+from daskserve.planner.slo_classes import ClassShare
 from daskserve.planner.stationarity import Probe, judge, requests_needed
 
 MIN_REQUESTS = 100
@@ -18,6 +19,9 @@ MIN_REQUESTS = 100
 
 _LEAST_GROWTH = 0.01
 """Half of what waiting grows by, per second, above capacity by 2 %."""
+
+_LEAST_SHARE = 0.1
+"""Growth that uses up less of the TTFT limit in a whole run is the noise of a real machine."""
 
 _MAX_STEPS = 40
 _DONE = np.dtype(
@@ -91,7 +95,7 @@ def judged(rate: float, slo: SLO, results: Results, num_planned: int) -> Probe:
     """
     if len(results) < max(num_planned, MIN_REQUESTS):
         return _hopeless(rate, slo, results)
-    probe = judge(rate, slo, _done(results))
+    probe = judge(rate, slo, _done(results, slo))
     attained = probe.attainment >= slo.attainment and not probe.is_surely_missed
     if probe.verdict == "unstable" and attained and not probe.is_drifting:
         return replace(probe, verdict="met")
@@ -100,10 +104,10 @@ def judged(rate: float, slo: SLO, results: Results, num_planned: int) -> Probe:
 
 def seconds_needed(rate: float, slo: SLO, results: Results) -> float:
     """How long a run at this rate should be to tell the long run."""
-    return requests_needed(rate, slo, _done(results)) / rate
+    return requests_needed(rate, slo, _done(results, slo)) / rate
 
 
-def _done(results: Results) -> np.ndarray:
+def _done(results: Results, slo: SLO) -> np.ndarray:
     """As the simulator has it, by what this side saw.
 
     All of the TTFT, and what the server tells of transfer and decode queue, stands for waiting
@@ -115,7 +119,9 @@ def _done(results: Results) -> np.ndarray:
         done[name] = results.values(name)
     ttft, e2el = results.values("ttft_s"), results.values("e2el_s")
     waits = sum(np.nan_to_num(results.values(name)) for name in ("kv_transfer_s", "decode_queue_s"))
-    is_growing = _growth(done["arrival_s"], ttft + waits) > _LEAST_GROWTH
+    growth = _growth(done["arrival_s"], ttft + waits)
+    span_s = float(np.ptp(done["arrival_s"]))
+    is_growing = growth > _LEAST_GROWTH and growth * span_s > _LEAST_SHARE * slo.ttft_s
     ok = results.is_ok
     done["prefill_queue_s" if is_growing else "prefill_s"] = np.where(ok, ttft, np.nan)
     done["decode_queue_s"] = waits if is_growing else 0.0
@@ -134,18 +140,22 @@ def _growth(arrival_s: np.ndarray, waiting_s: np.ndarray) -> float:
 def _hopeless(rate: float, slo: SLO, results: Results) -> Probe:
     ok, met = results.is_ok, results.is_met(slo)
     first, second = np.array_split(met, 2)
+    in_ttft = _share(ok & (results.values("ttft_s") <= slo.ttft_s))
+    in_tpot = _share(ok & ~(results.values("tpot_s") > slo.tpot_s))
+    all_alike = ClassShare("", len(met), _share(met), in_ttft, in_tpot, slo.attainment)
     return Probe(
         rate=rate,
         num_requests=len(results),
         attainment=_share(met),
         first_half=_share(first),
         second_half=_share(second),
-        ttft_attainment=_share(ok & (results.values("ttft_s") <= slo.ttft_s)),
-        tpot_attainment=_share(ok & ~(results.values("tpot_s") > slo.tpot_s)),
+        ttft_attainment=in_ttft,
+        tpot_attainment=in_tpot,
         is_long_enough=False,
         is_drifting=False,
         is_surely_missed=True,
         verdict="missed",
+        classes=(all_alike,),
     )
 
 

@@ -8,14 +8,13 @@ from dataclasses import astuple, dataclass
 import numpy as np
 import xarray as xr
 
-from daskserve.calibrate.grid import Point
+from daskserve.calibrate.grid import PHASES, Point
 from daskserve.core.placement import Parallelism
 from daskserve.planner.latency import CalibratedModel, PaperCoefficients, fit_paper_model
-from daskserve.planner.latency.calibration import Coefficients, Fitted, PhaseError
+from daskserve.planner.latency.calibration import Coefficients, Fitted, Phase, PhaseError
 from daskserve.planner.latency.profile import Profile
 from daskserve.planner.model_spec import ModelSpec
 
-PHASES = ("prefill", "decode")
 LIMIT = 0.10
 """A profile is trusted if half of the held-out points are predicted at least this well."""
 
@@ -119,9 +118,9 @@ def judge(
     medians_s: Mapping[Point, float],
     predicted_s: Mapping[Point, float],
     paper_s: Mapping[Point, float],
-) -> dict[str, PhaseError]:
+) -> dict[Phase, PhaseError]:
     """Errors of each phase at the held-out points."""
-    answers = {}
+    answers: dict[Phase, PhaseError] = {}
     for phase in PHASES:
         held_out = [point for point in split_points.held_out if point.phase == phase]
         errors = [abs(predicted_s[point] / medians_s[point] - 1.0) for point in held_out]
@@ -138,7 +137,7 @@ def judge(
 
 
 def why_not(
-    errors: Mapping[str, PhaseError],
+    errors: Mapping[Phase, PhaseError],
     medians_s: Mapping[Point, float],
     predicted_s: Mapping[Point, float],
 ) -> list[str]:

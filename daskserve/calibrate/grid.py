@@ -7,6 +7,11 @@ from dataclasses import dataclass
 
 from daskserve.core.kv import blocks_for
 from daskserve.errors import ConfigError
+from daskserve.planner.latency.calibration import Phase
+
+PHASES: tuple[Phase, Phase] = ("prefill", "decode")
+LEAST_POINTS = 9
+"""Of each phase: what is fitted and what is held out need several."""
 
 TAIL_TOKENS = 8
 """Tokens that a decode measurement adds to every context while it runs."""
@@ -26,7 +31,7 @@ class Point:
         Length of each prompt, or context of each request.
     """
 
-    phase: str
+    phase: Phase
     batch: int
     tokens: int
 
@@ -101,7 +106,7 @@ class Grid:
             and point.batch <= max_batch_size
             and point.pages(block_size) <= num_blocks
         ]
-        for phase in ("prefill", "decode"):
+        for phase in PHASES:
             left = sum(point.phase == phase for point in allowed)
             if left < LEAST_POINTS:
                 raise ConfigError(
@@ -112,19 +117,17 @@ class Grid:
         return allowed
 
 
-LEAST_POINTS = 9
-
 FULL = Grid(
     num_rounds=7,
-    enough_s=150.0,
+    enough_s=80.0,
     most_prefill_tokens=2048,
     most_context_tokens=32_768,
-    prompt_counts=(1, 2, 4, 8, 16),
-    prompt_lengths=(16, 32, 64, 128, 256, 384, 512, 768, 1024, 1536, 2040),
+    prompt_counts=(1, 2, 4, 8),
+    prompt_lengths=(16, 32, 64, 128, 256, 512, 1024, 2040),
     batch_sizes=(1, 2, 4, 8, 16, 24, 32, 48, 64),
-    contexts=(32, 128, 256, 512, 1024),
-    hand_over_tokens=(32, 128, 256, 512, 1024, 2040),
-    num_hand_overs=12,
+    contexts=(32, 128, 512, 1024),
+    hand_over_tokens=(32, 128, 512, 1024, 2040),
+    num_hand_overs=8,
 )
 QUICK = Grid(
     num_rounds=5,

@@ -88,7 +88,7 @@ def transfers_of(
     for length in sorted({answer.prompt_tokens for answer in answers}):
         times = [a.timeline.kv_transfer_s for a in answers if a.prompt_tokens == length]
         kv_bytes = blocks_for(length, block_size) * page_bytes
-        points.append(TransferPoint(kv_bytes=kv_bytes, **measured(times)))
+        points.append(TransferPoint(kv_bytes=kv_bytes, **measurement(times).model_dump()))
     return points
 
 
@@ -117,23 +117,17 @@ def overheads_of(
     prefill_s = float(np.median(steps_s[Point("prefill", 1, shortest)]))
     decode_s = float(np.median(steps_s[Point("decode", 1, shortest)]))
     return Overheads(
-        dispatch=_measurement([a.timeline.prefill_queue_s for a in answers]),
-        hand_over=_measurement([a.timeline.decode_queue_s for a in answers]),
-        prefill_extra=_measurement([a.timeline.prefill_s - prefill_s for a in brief]),
-        decode_extra=_measurement([a.decode_step_s - decode_s for a in brief]),
+        dispatch=measurement([a.timeline.prefill_queue_s for a in answers]),
+        hand_over=measurement([a.timeline.decode_queue_s for a in answers]),
+        prefill_extra=measurement([a.timeline.prefill_s - prefill_s for a in brief]),
+        decode_extra=measurement([a.decode_step_s - decode_s for a in brief]),
         kv_latency_s=kv_latency_s,
     )
 
 
-def _measurement(times_s: Sequence[float]) -> Measurement:
-    return Measurement(**measured(times_s))
-
-
-def measured(times_s: Sequence[float]) -> dict[str, float | int]:
-    """Fields of a `Measurement`."""
+def measurement(times_s: Sequence[float]) -> Measurement:
+    """Median and interquartile range; a median below 0, of differences, counts as 0."""
     low, middle, high = np.quantile(times_s, (0.25, 0.5, 0.75))
-    return {
-        "median_s": max(float(middle), 0.0),
-        "spread_s": float(high - low),
-        "num_repeats": len(times_s),
-    }
+    return Measurement(
+        median_s=max(float(middle), 0.0), spread_s=float(high - low), num_repeats=len(times_s)
+    )

@@ -23,7 +23,7 @@ from daskserve.calibrate.handing_over import (
     HandOver,
     hand_overs,
     link_of,
-    measured,
+    measurement,
     overheads_of,
     transfers_of,
 )
@@ -35,7 +35,6 @@ from daskserve.models.catalog import resolve
 from daskserve.planner.hardware import GPU
 from daskserve.planner.latency import CalibratedModel, Calibration, PaperCoefficients
 from daskserve.planner.latency.calibration import (
-    SCHEMA_VERSION,
     EngineFacts,
     HardwareFacts,
     StepPoint,
@@ -155,7 +154,7 @@ def calibration_of(measured_here: Measured) -> Calibration:
     errors = judge(parts, medians_s, predicted_s, paper_s)
     reasons = why_not(errors, medians_s, predicted_s)
     return Calibration(
-        schema_version=SCHEMA_VERSION,
+        schema_version=1,
         is_trusted=not reasons,
         why_not=reasons,
         measured_at=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -163,9 +162,9 @@ def calibration_of(measured_here: Measured) -> Calibration:
         engine=EngineFacts(
             model=config.model,
             dtype=config.dtype,
-            num_threads=config.num_threads,
+            num_threads=config.num_threads or 1,
             block_size=config.block_size,
-            prefill_budget_tokens=config.prefill_budget_tokens,
+            prefill_budget_tokens=base.prefill_budget_tokens,
             max_batch_size=base.max_batch_size,
         ),
         model=model,
@@ -261,7 +260,7 @@ def _steps(
             tokens=point.tokens,
             predicted_s=predicted_s[point],
             is_held_out=point in held_out,
-            **measured(values),
+            **measurement(values).model_dump(),
         )
         for point, values in times.items()
     ]

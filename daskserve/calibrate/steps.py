@@ -18,7 +18,7 @@ from daskserve.core.kv import KVHandle
 from daskserve.core.params import SamplingParams
 from daskserve.core.request import Request
 from daskserve.errors import DaskserveError, ModelError
-from daskserve.workers.engine import Engine
+from daskserve.workers.engine import Engine, Reserved
 from daskserve.workers.kv_pool import KVPool, page_bytes
 from daskserve.workers.loading import LoadModel, load_model
 from daskserve.workers.sequence import Sequence as EngineSequence
@@ -90,10 +90,10 @@ class StepRig:
                     request, streams=True, handle=handle, output_ids=[0], first_token_at=now
                 )
             )
-        engine.scheduler.admit_decodes()
-        for sequence in list(engine.scheduler.new_pulls):
-            engine.pull_ended(sequence.owner, True, 0.0)
-        engine.scheduler.new_pulls.clear()
+        engine.schedule()  # nothing to compute yet: reserves pages and asks for the pulls
+        for _, payload in list(engine.events):
+            if isinstance(payload, Reserved):
+                engine.pull_ended(payload.owner, True, 0.0)
         times = [self._step(engine, point.batch) for _ in range(1 + _STEPS_PER_VISIT)]
         for request in requests:
             engine.abort(request.request_id)

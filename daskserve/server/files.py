@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import time
 from typing import Any
 
 from starlette.datastructures import UploadFile
@@ -23,6 +24,10 @@ _MAX_NAME_CHARS = 255
 _MAX_FIELD_BYTES = 4096
 _FORM_BYTES = 64 * 1024
 """Boundaries, headers and fields beside the file."""
+_MAX_UPLOADS = 8
+"""At once: each may fill the disk with a file that is not yet counted."""
+_LEAST_BYTES_PER_S = 16 * 1024
+"""On average, of a sender that does not stall but never ends."""
 
 
 class Files:
@@ -30,9 +35,20 @@ class Files:
 
     def __init__(self, store: Store, limits: ServeSettings) -> None:
         self._store, self._limits = store, limits
+        self._num_uploads = 0
 
     async def create(self, request: Request) -> Response:
         """Take an upload; a file that is too large is refused before it is whole."""
+        if self._num_uploads >= _MAX_UPLOADS:
+            message = f"{_MAX_UPLOADS} files are being uploaded already; try again later"
+            raise Refusal(429, message, code="overloaded", retry_after_s=1)
+        self._num_uploads += 1
+        try:
+            return JSON(await self._taken(request))
+        finally:
+            self._num_uploads -= 1
+
+    async def _taken(self, request: Request) -> Record:
         most = self._limits.max_file_bytes + _FORM_BYTES
         check_length(request.headers, most)
         bounded = _bounded(request.receive, most, self._limits.read_timeout_s)
@@ -42,10 +58,9 @@ class Files:
                 max_files=1, max_fields=4, max_part_size=_MAX_FIELD_BYTES
             ) as form:
                 upload = _checked(form)
-                record = await asyncio.to_thread(self._keep, upload)
+                return await asyncio.to_thread(self._keep, upload)
         except MultiPartException as error:
             raise Refusal(400, f"the form cannot be read: {error.message}") from None
-        return JSON(record)
 
     def _keep(self, upload: UploadFile) -> Record:
         size = upload.size or 0
@@ -102,11 +117,14 @@ def _checked(form: Any) -> UploadFile:
 
 
 def _bounded(receive: Receive, max_bytes: int, timeout_s: float) -> Receive:
-    """Count what comes in, and give up on a sender that stalls."""
-    num_bytes = 0
+    """Count what comes in, and give up on a sender that stalls or crawls."""
+    num_bytes, began_at = 0, time.monotonic()
 
     async def bounded() -> Message:
         nonlocal num_bytes
+        if time.monotonic() - began_at > timeout_s + num_bytes / _LEAST_BYTES_PER_S:
+            reason = f"the body came with less than {_LEAST_BYTES_PER_S} bytes per second"
+            raise Refusal(408, reason, code="request_timeout")
         try:
             async with asyncio.timeout(timeout_s):
                 message = await receive()

@@ -12,15 +12,19 @@ from daskserve.config import ServeSettings
 
 MAX_HEADER_BYTES = 32 * 1024
 """Request line and headers together; more is answered with 400 by the parser."""
+_MAX_AHEAD_BYTES = 64 * 1024
+"""Of further requests, read while one is answered."""
 
 
 def bounded_protocol(limits: ServeSettings) -> type[H11Protocol]:
     """The protocol class with these limits built in, since uvicorn makes the instances."""
 
     class BoundedProtocol(H11Protocol):
-        """Cuts connections: beyond ``max_connections``, when the head of a request does not come
-        whole within ``read_timeout_s``, or nothing is taken for ``write_timeout_s``."""
+        """Cuts connections: beyond ``max_connections``, when the head of a request, or the rest of
+        one that is answered already, does not come whole within ``read_timeout_s``, or nothing is
+        taken for ``write_timeout_s``."""
 
+        _num_ahead_bytes = 0
         _head_timer: asyncio.TimerHandle | None = None
         _write_timer: asyncio.TimerHandle | None = None
 
@@ -32,11 +36,28 @@ def bounded_protocol(limits: ServeSettings) -> type[H11Protocol]:
                 self._head_timer = self._cut_after(limits.read_timeout_s)
 
         def data_received(self, data: bytes) -> None:
+            is_ahead = self.conn.their_state is h11.DONE
             super().data_received(data)
-            if self.conn.their_state is not h11.IDLE:
+            self._read_ahead(len(data) if is_ahead else 0)
+            if self.conn.their_state is not h11.IDLE and not self._is_answered_early():
                 self._head_timer = _cancelled(self._head_timer)
             elif self._head_timer is None:
                 self._head_timer = self._cut_after(limits.read_timeout_s)
+
+        def on_response_complete(self) -> None:
+            self._num_ahead_bytes = 0
+            super().on_response_complete()
+            if self._is_answered_early() and not self.transport.is_closing():
+                self._head_timer = self._cut_after(limits.read_timeout_s)
+
+        def send_400_response(self, msg: str) -> None:
+            if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+                super().send_400_response(msg)
+            else:  # what cannot be read belongs to a request that is answered
+                self.transport.close()
+
+        def _unsupported_upgrade_warning(self) -> None:
+            """Nothing is upgraded, and a line in the log per request helps nobody."""
 
         def pause_writing(self) -> None:
             super().pause_writing()
@@ -50,6 +71,18 @@ def bounded_protocol(limits: ServeSettings) -> type[H11Protocol]:
             self._head_timer = _cancelled(self._head_timer)
             self._write_timer = _cancelled(self._write_timer)
             super().connection_lost(exc)
+
+        def _is_answered_early(self) -> bool:
+            """Whether the body of a request still comes that was refused without it."""
+            is_answered = self.cycle is not None and self.cycle.response_complete
+            return is_answered and self.conn.their_state is h11.SEND_BODY
+
+        def _read_ahead(self, num_bytes: int) -> None:
+            # Uvicorn stops reading at a second request, and would not see the client leave.
+            if self.conn.their_state is h11.DONE:
+                self._num_ahead_bytes += num_bytes
+                if self._num_ahead_bytes <= _MAX_AHEAD_BYTES:
+                    self.flow.resume_reading()
 
         def _cut_after(self, timeout_s: float) -> asyncio.TimerHandle:
             # Not close(), which would wait until all that is buffered is taken.

@@ -20,6 +20,8 @@ from daskserve.planner.model_spec import ModelSpec
 
 SCHEMA_VERSION = 1
 
+Phase = Literal["prefill", "decode"]
+
 Positive = Annotated[float, Field(gt=0)]
 NotNegative = Annotated[float, Field(ge=0)]
 Count = Annotated[int, Field(ge=1)]
@@ -93,7 +95,7 @@ class Measurement(_Strict):
 class StepPoint(Measurement):
     """``batch`` prompts of ``tokens`` each, or requests with contexts of ``tokens``."""
 
-    phase: Literal["prefill", "decode"]
+    phase: Phase
     batch: Count
     tokens: Count
     predicted_s: NotNegative
@@ -143,7 +145,7 @@ class Calibration(_Strict):
     model: Annotated[ModelSpec, BeforeValidator(lambda value: _known(value))]
     hardware: HardwareFacts
     coefficients: Coefficients
-    errors: dict[Literal["prefill", "decode"], PhaseError]
+    errors: dict[Phase, PhaseError]
     steps: list[StepPoint]
     kv_transfers: list[TransferPoint]
     overheads: Overheads

@@ -2,28 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 
 from daskserve.core.instance import Role
 from daskserve.core.placement import Parallelism
-from daskserve.core.slo import SLO
 from daskserve.planner.goodput import best_reachable
 from daskserve.planner.plan_request import PlanRequest
 from daskserve.planner.search.simulated import SimulatedEvaluator
 from daskserve.planner.search.units import Instances, Unit
+from daskserve.planner.slo_classes import SLOClasses
 
 STEP = 1.05
 MOST_STEPS = 60
 
 
-def nearest_slo(request: PlanRequest, evaluator: SimulatedEvaluator) -> SLO | None:
-    """Each limit raised as far as lone requests need in the best split, and both together.
+def nearest_slo(request: PlanRequest, evaluator: SimulatedEvaluator) -> SLOClasses | None:
+    """Each limit of each class raised as far as its lone requests need in the best split.
 
-    None when the model fits nowhere.
+    Both together are met. None when the model fits nowhere.
     """
-    slo, sized = request.slo, evaluator.sized
+    slo, sized = request.classes, evaluator.sized
     splits = [
         (space.gpu, parallelism)
         for space in request.spaces
@@ -39,30 +37,27 @@ def nearest_slo(request: PlanRequest, evaluator: SimulatedEvaluator) -> SLO | No
     )
     deployment = evaluator.deployment(Unit(groups))
     nearest = slo
+    best = best_reachable(request.workload, deployment, nearest, request.seeds[0])
+    # A rate above 0 needs some room beyond what a lone request takes.
+    nearest = nearest.with_limits(
+        [max(now, STEP * one.ttft_s) for now, one in zip(slo.ttft_s, best, strict=True)],
+        [max(now, STEP * (one.tpot_s or 0.0)) for now, one in zip(slo.tpot_s, best, strict=True)],
+    )
     for _ in range(MOST_STEPS):
         best = best_reachable(request.workload, deployment, nearest, request.seeds[0])
-        # A rate above 0 needs some room beyond what a lone request takes.
-        nearest = replace(
-            nearest,
-            ttft_s=max(nearest.ttft_s, STEP * best.ttft_s),
-            tpot_s=max(nearest.tpot_s, STEP * (best.tpot_s or 0.0)),
-        )
-        if (
-            best_reachable(request.workload, deployment, nearest, request.seeds[0]).attainment
-            >= slo.attainment
-        ):
+        short = np.array([not one.share.is_met for one in best])
+        if not short.any():
             return nearest
         # Each limit suits its share of the requests, but not the same ones.
-        nearest = replace(
-            nearest,
-            ttft_s=_raised(nearest.ttft_s, slo.ttft_s),
-            tpot_s=_raised(nearest.tpot_s, slo.tpot_s),
+        nearest = nearest.with_limits(
+            np.where(short, _raised(nearest.ttft_s, slo.ttft_s), nearest.ttft_s).tolist(),
+            np.where(short, _raised(nearest.tpot_s, slo.tpot_s), nearest.tpot_s).tolist(),
         )
     return nearest
 
 
-def _raised(limit_s: float, asked_s: float) -> float:
-    return limit_s if limit_s == asked_s else limit_s * STEP
+def _raised(limit_s: np.ndarray, asked_s: np.ndarray) -> np.ndarray:
+    return np.where(limit_s == asked_s, limit_s, limit_s * STEP)
 
 
 def _ttft_s(evaluator: SimulatedEvaluator, gpu: str, parallelism: Parallelism) -> float:

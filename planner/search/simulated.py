@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from daskserve.core.placement import Parallelism
-from daskserve.core.slo import SLO
 from daskserve.errors import DaskserveError, ModelError
 from daskserve.planner.arrivals import ArrivalProcess, fit_arrivals
 from daskserve.planner.goodput import Goodput, goodput, probe_rate
@@ -16,6 +15,7 @@ from daskserve.planner.search.deploy import deployment_of
 from daskserve.planner.search.sized import SizedEvaluator
 from daskserve.planner.search.units import Estimate, Unit
 from daskserve.planner.simulator import Deployment
+from daskserve.planner.slo_classes import ClassShare, SLOClasses, binding
 from daskserve.planner.stationarity import Probe
 from daskserve.planner.step_times import StepTimes
 from daskserve.planner.workload import Workload
@@ -65,13 +65,13 @@ class Task:
     unit: Unit
     workload: Workload
     deployment: Deployment
-    slo: SLO
+    slo: SLOClasses
     effort: Effort
     arrivals: ArrivalProcess
     rate: float = 0.0
 
     @property
-    def key(self) -> tuple[Unit, SLO]:
+    def key(self) -> tuple[Unit, SLOClasses]:
         """What a search for its rate depends on, within one evaluator and effort."""
         return self.unit, self.slo
 
@@ -92,8 +92,18 @@ class Check:
 
     @property
     def attainment(self) -> float:
-        """The least over seeds."""
-        return min(probe.attainment for probe in self.probes)
+        """The least over seeds, of the class that binds."""
+        return self.binding.attainment
+
+    @property
+    def binding(self) -> ClassShare:
+        """The class that came closest to missing its target, or missed it most, with any seed."""
+        return binding(probe.binding for probe in self.probes)
+
+    @property
+    def classes(self) -> tuple[ClassShare, ...]:
+        """Of each class the seed that attained the least."""
+        return tuple(map(binding, zip(*(probe.classes for probe in self.probes), strict=True)))
 
 
 def run_task(task: Task) -> Goodput:
@@ -142,13 +152,13 @@ class SimulatedEvaluator:
 
     sized: SizedEvaluator
     workload: Workload
-    slo: SLO
+    slo: SLOClasses
     effort: Effort = field(default_factory=Effort)
     executor: Executor | None = None
     found: dict[Unit, Goodput] = field(default_factory=dict)
     checked: dict[tuple[Unit, float], Check] = field(default_factory=dict)
     arrivals: ArrivalProcess = field(init=False)
-    _quick: dict[tuple[Unit, SLO], Goodput] = field(default_factory=dict)
+    _quick: dict[tuple[Unit, SLOClasses], Goodput] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.arrivals = fit_arrivals(self.workload.arrays()[0])

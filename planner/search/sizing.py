@@ -8,12 +8,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from daskserve.core.slo import SLO
+from daskserve.planner.slo_classes import AnySLO, SLOClasses
 from daskserve.planner.step_times import StepTimes
 from daskserve.planner.workload import Workload
 
 SAMPLE = 512
 """Requests that stand for a workload's demand."""
+RAREST = 32
+"""So many of them are of each class, as far as eight times the sample reaches."""
 PREFILL_MARGIN = 1.2
 DECODE_MARGIN = 1.15
 """How far the formulas may be below the simulator; tests hold them to it."""
@@ -27,34 +29,53 @@ class Demand:
     ----------
     prompt, output
         Tokens of each request.
-    ttft_s, tpot_s
-        Limits of each request; they differ where a workload has several SLO classes.
-    attainment
-        Share that must meet them.
+    slo_class
+        The class of each, by its place in ``slo``.
     most_tokens
         Prompt and output of the longest request of all, not only of the sample.
     """
 
     prompt: np.ndarray
     output: np.ndarray
-    ttft_s: np.ndarray
-    tpot_s: np.ndarray
-    attainment: float
+    slo_class: np.ndarray
+    slo: SLOClasses
     most_tokens: int
 
     @classmethod
-    def of(cls, workload: Workload, slo: SLO) -> Demand:
+    def of(cls, workload: Workload, slo: AnySLO) -> Demand:
+        """Sampled evenly; of several classes each keeps its share."""
+        slo = SLOClasses.of(slo)
         _, prompt, output = workload.arrays()
+        index = slo.index_of(workload)
         most_tokens = int((prompt + output).max())
-        rows = np.linspace(0, len(prompt) - 1, min(SAMPLE, len(prompt))).astype(np.int64)
+        by_class = np.argsort(index, kind="stable")
+        counts = np.bincount(index, minlength=len(slo.names))
+        rows = by_class[np.linspace(0, len(prompt) - 1, _sample_of(counts)).astype(np.int64)]
         prompt, output = prompt[rows].astype(np.float64), output[rows].astype(np.float64)
-        ttft_s, tpot_s = np.full(len(rows), slo.ttft_s), np.full(len(rows), slo.tpot_s)
-        return cls(prompt, output, ttft_s, tpot_s, slo.attainment, most_tokens)
+        return cls(prompt, output, index[rows], slo, most_tokens)
 
     @property
     def steps(self) -> np.ndarray:
         """Decode steps of each request."""
         return np.maximum(self.output - 1.0, 0.0)
+
+    @property
+    def attainment(self) -> float:
+        """The highest target of all classes."""
+        return float(self.slo.attainment.max())
+
+    @property
+    def pace_s(self) -> float:
+        """TPOT that batches must keep: all classes share them, so the tightest limit counts.
+
+        A class that would meet its target although it misses TPOT, because few of its requests
+        have more than one token, does not count: a bound must not be too low.
+        """
+        decodes = np.array(
+            [(self.output[self.slo_class == i] > 1).mean() for i in range(len(self.slo.names))]
+        )
+        counts = decodes > 1.0 - self.slo.attainment
+        return float(self.slo.tpot_s[counts].min() if counts.any() else self.slo.tpot_s.max())
 
     @property
     def mean_context(self) -> float:
@@ -102,16 +123,28 @@ def _ttft_met(
     in_pipeline = 1.0 + (step.num_stages - 1) * rate * float(stage.mean()) / num
     pace, second = _largest_of(stage, in_pipeline)
     load = rate * pace / num
-    slack = demand.ttft_s - alone
-    return load < 1.0 and _share_met(slack, load, second / (2.0 * pace), num) >= demand.attainment
+    if load >= 1.0:
+        return False
+    slack = demand.slo.ttft_s[demand.slo_class] - alone
+    met = _chance_met(slack, load, second / (2.0 * pace), num)
+    # All wait in the same queues; each class has a target for its own requests.
+    counts = np.bincount(demand.slo_class)
+    return bool((np.bincount(demand.slo_class, met) / counts >= demand.slo.attainment).all())
 
 
-def _share_met(slack: np.ndarray, load: float, residual_s: float, num: int) -> float:
-    """Share of requests whose wait is below their slack."""
+def _chance_met(slack: np.ndarray, load: float, residual_s: float, num: int) -> np.ndarray:
+    """Chance of each request that its wait is below its slack."""
     waits = load ** math.sqrt(2.0 * (num + 1)) if num > 1 else load
     typical = residual_s / (num * (1.0 - load))
     met = 1.0 - waits * np.exp(-np.maximum(slack, 0.0) / typical)
-    return float(np.where(slack >= 0, met, 0.0).mean())
+    return np.where(slack >= 0, met, 0.0)
+
+
+def _sample_of(counts: np.ndarray) -> int:
+    """So many that the rarest of several classes is among them a few dozen times."""
+    total = int(counts.sum())
+    wanted = RAREST * total // max(int(counts.min()), 1) if len(counts) > 1 else 0
+    return min(max(SAMPLE, min(wanted, 8 * SAMPLE)), total)
 
 
 def _largest_of(ordered: np.ndarray, count: float) -> tuple[float, float]:
@@ -136,7 +169,7 @@ def largest_batch(step: StepTimes, demand: Demand) -> tuple[int, float]:
     context = demand.mean_context
     passes = step.decode_base_s[sizes] + step.decode_per_context_s[sizes] * sizes * context
     interval = np.maximum(passes + step.num_stages * step.stage_overhead_s, 1e-12)
-    tpot_s = float(demand.tpot_s.max())
+    tpot_s = demand.pace_s
     in_memory = sizes * step.num_stages * context <= step.kv_capacity_tokens
     allowed = in_memory & (interval <= tpot_s)
     if not allowed.any():
@@ -193,7 +226,7 @@ def _decoding(
         decode_s = step.latency_s(step.decode_s(batch, batch * context))
         passes = (share / mixed_s if mixed_s else 0.0) + (1.0 - share) / max(decode_s, 1e-12)
         running = rate * steps / passes / step.num_stages
-        if 1.0 / passes > demand.tpot_s.max() or running > step.max_batch_size:
+        if 1.0 / passes > demand.pace_s or running > step.max_batch_size:
             return None
         if running <= batch:
             break

@@ -25,7 +25,7 @@ def simulate(workload: Workload, deployment: Deployment) -> SimulationResult:
     """
     done, simulation = run_arrays(deployment, *workload.arrays())
     return SimulationResult(
-        timelines=timelines_of(done),
+        timelines=timelines_of(done, workload),
         instances=instances_of(simulation.tables),
         end_s=simulation.now_s,
     )

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 import xarray as xr
 
-from daskserve.core.slo import SLO
 from daskserve.planner.simulator.compiled import records as r
+from daskserve.planner.slo_classes import AnySLO, ClassShare, SLOClasses, shares_of, table_of
+from daskserve.planner.workload import Workload
 
 STAGES = ("prefill_queue_s", "prefill_s", "kv_transfer_s", "decode_queue_s", "decode_s")
 """DistServe's five stages (section 6.3), in the order in which they happen."""
@@ -28,9 +29,15 @@ def tpot_s(done: np.ndarray) -> np.ndarray:
     return tpot
 
 
-def is_met(slo: SLO, ttft: np.ndarray, tpot: np.ndarray) -> np.ndarray:
-    """`SLO.is_met` for arrays; NaN stands for no TPOT, and for no TTFT at all."""
-    met: np.ndarray = (ttft <= slo.ttft_s) & ~(tpot > slo.tpot_s)
+def is_met(
+    slo: AnySLO, ttft: np.ndarray, tpot: np.ndarray, slo_class: np.ndarray | int = 0
+) -> np.ndarray:
+    """`SLO.is_met` for arrays; NaN stands for no TPOT, and for no TTFT at all.
+
+    ``slo_class`` are places among the classes, as of `SLOClasses.index_of`.
+    """
+    slo = SLOClasses.of(slo)
+    met: np.ndarray = (ttft <= slo.ttft_s[slo_class]) & ~(tpot > slo.tpot_s[slo_class])
     return met
 
 
@@ -39,7 +46,8 @@ class SimulationResult:
     """Parameters
     ----------
     timelines
-        Dimension ``request``: arrival, the five stages, ``ttft_s``, ``tpot_s``, who served it
+        Dimension ``request``: arrival, the five stages, ``ttft_s``, ``tpot_s``, ``slo_class``
+        where the workload has it, who served it
         (-1: nobody), how often its prompt was computed again, and whether it was ``rejected``
         because no pool could ever hold it.
     instances
@@ -57,12 +65,23 @@ class SimulationResult:
     def num_rejected(self) -> int:
         return int(self.timelines["rejected"].sum())
 
-    def attainment(self, slo: SLO) -> float | None:
+    def attainment(self, slo: AnySLO) -> float | None:
         """Share of requests that met both limits; None (no data) when there were none."""
-        if self.timelines.sizes["request"] == 0:
-            return None
-        met = is_met(slo, self.timelines["ttft_s"].values, self.timelines["tpot_s"].values)
-        return float(met.mean())
+        shares = self.shares(slo)
+        total = sum(share.num_requests for share in shares)
+        met = sum(share.attainment * share.num_requests for share in shares if share.num_requests)
+        return met / total if total else None
+
+    def shares(self, slo: AnySLO) -> tuple[ClassShare, ...]:
+        """Attainment of every class. Raises WorkloadError for a class without SLO."""
+        slo = SLOClasses.of(slo)
+        index = slo.index_of(Workload(self.timelines))
+        timelines = self.timelines
+        return shares_of(slo, index, timelines["ttft_s"].values, timelines["tpot_s"].values)
+
+    def by_class(self, slo: AnySLO) -> xr.Dataset:
+        """By dimension ``slo_class``: requests, attainment (both limits, TTFT, TPOT), target."""
+        return table_of([self.shares(slo)]).isel(run=0)
 
     def percentiles(self, shares: tuple[float, ...] = (0.5, 0.9, 0.99)) -> xr.Dataset:
         """Of every stage, TTFT and TPOT in seconds, by dimension ``share``; NaN without data."""
@@ -76,14 +95,16 @@ class SimulationResult:
         return self.percentiles()._repr_html_() + self.timelines._repr_html_()
 
 
-def timelines_of(done: np.ndarray) -> xr.Dataset:
-    """The rows of the event loop as a dataset."""
+def timelines_of(done: np.ndarray, workload: Workload) -> xr.Dataset:
+    """The rows of the event loop as a dataset, with the classes of the workload."""
     data = {name: ("request", done[name].copy()) for name in ("arrival_s", *STAGES)}
     data["ttft_s"] = ("request", ttft_s(done))
     data["tpot_s"] = ("request", tpot_s(done))
     for name in ("output_tokens", "num_recomputes", "prefill_instance", "decode_instance"):
         data[name] = ("request", done[name].astype(np.int32))
     data["rejected"] = ("request", done["status"] == r.REJECTED)
+    if "slo_class" in workload.dataset:
+        data["slo_class"] = ("request", workload.dataset["slo_class"].values)
     return xr.Dataset(data)
 
 

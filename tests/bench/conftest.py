@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import ssl
 import threading
 from collections.abc import Awaitable, Callable, Iterator
@@ -67,10 +68,8 @@ def scripted() -> Callable[[Answer], Any]:
         async def on_connection(reader, writer):
             try:
                 while head := await reader.readuntil(b"\r\n\r\n"):
-                    [length] = [
-                        line for line in head.lower().split(b"\r\n") if b"content-length" in line
-                    ]
-                    await reader.readexactly(int(length.split(b":")[1]))
+                    length = re.search(rb"content-length: *(\d+)", head.lower())
+                    await reader.readexactly(int(length[1]) if length else 0)
                     await answer(reader, writer)
             except (asyncio.IncompleteReadError, asyncio.CancelledError, ConnectionError):
                 pass  # the client is gone, or the test is over

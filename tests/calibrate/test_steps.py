@@ -67,9 +67,9 @@ def test_a_model_that_fails_is_named(tiny):
 
 
 def test_points_keep_to_context_batch_and_memory():
-    points = FULL.points(600, 4, 80, 16)
-    assert max(p.tokens for p in points) <= 600 and max(p.batch for p in points) <= 4
-    assert max(p.pages(16) for p in points) <= 80
+    points = FULL.points(600, 8, 140, 16)
+    assert max(p.tokens for p in points) <= 600 and max(p.batch for p in points) <= 8
+    assert max(p.pages(16) for p in points) <= 140
     with pytest.raises(ConfigError, match="only . .* points fit a context of 60 tokens"):
         FULL.points(60, 4, 80, 16)
 

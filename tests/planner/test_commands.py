@@ -30,12 +30,12 @@ def test_plan_writes_what_simulate_reads(run, tmp_path):
     lines = (tmp_path / "t.csv").read_text().splitlines()
     assert len(lines) == 5001 and lines[0].startswith("request,arrival_s,prefill_queue_s")
     overloaded = run("simulate", "placement.yaml", *words, "--rate", "900")
-    assert overloaded.exit_code == 2
+    assert overloaded.exit_code == 3
 
 
-def test_an_unreachable_slo_exits_2_and_writes_nothing(run, tmp_path):
+def test_an_unreachable_slo_exits_3_and_writes_nothing(run, tmp_path):
     answer = run(*PLAN, *LENGTHS, "--rate", "5", "--ttft", "1ms", "--tpot", "0.05")
-    assert answer.exit_code == 2
+    assert answer.exit_code == 3
     assert "nearest SLO that can be met is TTFT 0.0" in answer.output
     assert not (tmp_path / "placement.yaml").exists()
 

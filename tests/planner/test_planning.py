@@ -6,14 +6,20 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from daskserve.core.instance import Role
+from daskserve.core.placement import Parallelism
 from daskserve.core.slo import SLO
 from daskserve.errors import InvalidParameter, WorkloadError
 from daskserve.planner.applications import APPLICATIONS
+from daskserve.planner.explain import choice_of_algorithm
 from daskserve.planner.hardware import GPUS, Cluster, NodeGroup
 from daskserve.planner.latency import MemoryBudget, Roofline
 from daskserve.planner.model_spec import ModelSpec
 from daskserve.planner.plan_request import PlanRequest
+from daskserve.planner.plan_result import Option
 from daskserve.planner.planning import plan, plan_highest_rate
+from daskserve.planner.search.algorithms import Solution
+from daskserve.planner.search.links import KVTraffic
+from daskserve.planner.search.units import Instances, Unit
 from daskserve.planner.workload import Workload
 
 MODEL = ModelSpec.load("llama-3.1-8b")
@@ -78,7 +84,25 @@ def test_a_slow_network_keeps_kv_inside_nodes():
     if slow.chosen.name == "Algorithm 3":
         for instance in slow.placement.of_role(Role.PREFILL):
             assert len(instance.nodes) == 1
-    assert any("Algorithm 1 (instances anywhere) is out" in line for line in slow.explanation)
+    [line] = [line for line in slow.explanation if "(instances anywhere) is out" in line]
+    assert str(names["Algorithm 1, pooled"].solution.all_instances) in line
+
+
+def test_kv_figures_are_those_of_the_instances_they_are_told_of():
+    """Of what was chosen, where that ships KV; else of what Algorithm 1 would have."""
+
+    def option(name, num_prefill, traffic):
+        groups = (Instances(Role.PREFILL, Parallelism(2, 1), num_prefill, "H100"),
+                  Instances(Role.DECODE, Parallelism(2, 1), 2, "H100"))  # fmt: skip
+        return Option(name, Solution(name, Unit(groups), 1, 30.0), traffic=traffic)
+
+    six = option("Algorithm 1, pooled", 6, KVTraffic(11.35e9, 1.89e9, 50e9))
+    four = option("one parallelism", 4, KVTraffic(11.35e9, 2.84e9, 50e9))
+    inside = option("Algorithm 3", 4, None)
+    assert "6P(TP2,PP1)" in choice_of_algorithm([six, four], inside)
+    line = choice_of_algorithm([four, six], four)
+    assert "with 4P(TP2,PP1) + 2D(TP2,PP1) on H100 the busiest node moves 11.35 GB/s" in line
+    assert "(2.84 GB/s per prefill instance)" in line
 
 
 def test_an_unreachable_slo_names_the_nearest():

@@ -29,6 +29,8 @@ TARGETS = {"decode_1": 1.3, "decode_8": 1.5, "decode_32": 1.5, "prefill": 1.0}
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="bf16, 2 threads, small: < 60 s")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), help="this one only")
+    parser.add_argument("--threads", type=int, help="so many only")
     given = parser.parse_args()
     cores = len(os.sched_getaffinity(0))
     settings = [("bfloat16", min(2, cores))]
@@ -42,6 +44,8 @@ def main() -> None:
         sides.append("openvino")
     figures = []
     for dtype, threads in settings:
+        if given.dtype not in (None, dtype) or given.threads not in (None, threads):
+            continue
         is_main = (dtype, threads) == settings[0]
         figures += compare(dtype, threads, plan, sides, is_main)
     print(json.dumps(figures))

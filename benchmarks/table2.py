@@ -24,6 +24,7 @@ import numpy as np
 from daskserve.core.instance import EngineConfig
 from daskserve.core.params import SamplingParams
 from daskserve.core.placement import Parallelism
+from daskserve.core.request import Completion
 from daskserve.core.slo import SLO
 from daskserve.planner.latency import Calibration, read_calibration
 from daskserve.planner.simulator import Deployment, simulate
@@ -33,6 +34,7 @@ from daskserve.service import Service
 
 DIVISOR = 8
 KV_MEMORY_BYTES = 2**30
+REQUEST_TIMEOUT_S = 120.0
 POINTS, TTFT_TPOT_MEDIAN = 0.02, 0.10
 """Targets: difference of attainment, and of median TTFT and TPOT, real against simulated."""
 
@@ -102,14 +104,19 @@ def served(service: Service, workload: Workload, seed: int) -> Seen:
         ids = rng.integers(0, vocab_size, int(prompt)).tolist()
         params = SamplingParams(max_tokens=int(output), ignore_eos=True)
         time.sleep(max(started_at + arrival_s - time.monotonic(), 0.0))
-        streams.append(service.stream(ids, params))
+        request = service.validate(ids, params)
+        streams.append(service.stream_request(request, timeout_s=REQUEST_TIMEOUT_S))
 
     async def answers() -> list:
-        return await asyncio.gather(*(stream.completion() for stream in streams))
+        ends = (stream.completion() for stream in streams)
+        return await asyncio.gather(*ends, return_exceptions=True)
 
-    done = asyncio.run(answers())
+    # A request that failed has missed every limit.
+    done = [answer for answer in asyncio.run(answers()) if isinstance(answer, Completion)]
+    missed = [np.inf] * (len(streams) - len(done))
     tpot = [np.nan if answer.tpot_s is None else answer.tpot_s for answer in done]
-    return Seen(np.array([answer.ttft_s for answer in done]), np.array(tpot))
+    ttft = [answer.ttft_s for answer in done]
+    return Seen(np.array(ttft + missed), np.array(tpot + missed))
 
 
 def compare(name: str, profile: Calibration, given: argparse.Namespace, slo: SLO) -> list[dict]:

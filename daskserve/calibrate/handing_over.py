@@ -25,6 +25,7 @@ from daskserve.service import Service
 
 OUTPUT_TOKENS = 8
 _NUM_WARM_UPS = 3
+_REQUEST_TIMEOUT_S = 300.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +57,8 @@ def hand_overs(
     ------
     ConfigError
         The model's context is too short for two lengths.
+    DeadlineExceeded
+        A request took minutes.
     """
     lengths = [n for n in grid.hand_over_tokens if n + OUTPUT_TOKENS <= context_tokens]
     if len(lengths) < 2:
@@ -74,7 +77,8 @@ def hand_overs(
 
 
 def _alone(service: Service, ids: list[int]) -> Timeline:
-    stream = service.stream(ids, SamplingParams(max_tokens=OUTPUT_TOKENS, ignore_eos=True))
+    params = SamplingParams(max_tokens=OUTPUT_TOKENS, ignore_eos=True)
+    stream = service.stream_request(service.validate(ids, params), timeout_s=_REQUEST_TIMEOUT_S)
     for _ in stream:
         pass
     return asyncio.run(stream.completion()).timeline

@@ -102,6 +102,7 @@ class Frontend:
             ],
             exception_handlers={HTTPException: answer_http_exception},
         )
+        self.asgi.router.redirect_slashes = False  # to an address that the caller writes in Host
 
     def _batch_routes(self, options: ServerOptions, folder: Path) -> list[Route]:
         limits = options.limits

@@ -13,12 +13,10 @@ from typing import Any
 
 from daskserve.errors import (
     ClusterError,
-    ContextOverflow,
     DaskserveError,
     DeadlineExceeded,
     EngineStepFailed,
     InstanceLost,
-    InvalidParameter,
     KilledInstance,
     Overloaded,
     RequestCancelled,
@@ -91,9 +89,6 @@ def refusal_of(error: Exception) -> Refusal:
             return Refusal(500, "the engine failed on this request", code=error.code)
         case RequestCancelled():
             return Refusal(503, "the request was cancelled by the server", code=error.code)
-        case InvalidParameter() | ContextOverflow():
-            param = getattr(error, "field", "messages")
-            return Refusal(400, str(error), param, error.code)
         case RequestError():
             code = None if error.code == "invalid_row" else error.code
             return Refusal(400, str(error), getattr(error, "field", None), code)

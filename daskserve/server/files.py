@@ -8,7 +8,7 @@ import time
 from typing import Any
 
 from starlette.datastructures import UploadFile
-from starlette.formparsers import MultiPartException
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 from starlette.types import Message, Receive
@@ -51,6 +51,10 @@ class Files:
     async def _taken(self, request: Request) -> Record:
         most = self._limits.max_file_bytes + _FORM_BYTES
         check_length(request.headers, most)
+        content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if content_type != "multipart/form-data":
+            message = "the content type must be multipart/form-data"
+            raise Refusal(415, message, code="unsupported_media_type")
         bounded = _bounded(request.receive, most, self._limits.read_timeout_s)
         form_request = Request(request.scope, bounded)
         try:
@@ -59,8 +63,8 @@ class Files:
             ) as form:
                 upload = _checked(form)
                 return await asyncio.to_thread(self._keep, upload)
-        except MultiPartException as error:
-            raise Refusal(400, f"the form cannot be read: {error.message}") from None
+        except HTTPException as error:
+            raise Refusal(400, f"the form cannot be read: {error.detail}") from None
 
     def _keep(self, upload: UploadFile) -> Record:
         size = upload.size or 0

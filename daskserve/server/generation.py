@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 from daskserve.batch.prompts import Prompt
 from daskserve.config import ServeSettings
 from daskserve.core.request import Request
-from daskserve.errors import NeverFits
+from daskserve.errors import ContextOverflow, NeverFits
 from daskserve.server.admission import Admission, Place
 from daskserve.server.body import parsed, read_body
 from daskserve.server.errors import Refusal, code_of, report
@@ -98,7 +98,11 @@ class Generation:
     def _read(self, data: bytes) -> tuple[Ask, list[Request]]:
         """What is asked, and a request per prompt."""
         ask = read_ask(parsed(data), self._is_chat, self._model, self._limits)
-        return ask, [self._validated(prompt, ask) for prompt in ask.prompts]
+        try:
+            return ask, [self._validated(prompt, ask) for prompt in ask.prompts]
+        except ContextOverflow as error:
+            param = "messages" if ask.is_chat else "prompt"
+            raise Refusal(400, str(error), param, error.code) from None
 
     def _validated(self, prompt: Prompt, ask: Ask) -> Request:
         try:

@@ -30,6 +30,8 @@ def bounded_protocol(limits: ServeSettings) -> type[H11Protocol]:
 
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
+            # What the kernel does not take starts the timer, also before the end of a connection.
+            transport.set_write_buffer_limits(high=1)
             if len(self.connections) > limits.max_connections:
                 transport.abort()
             else:
@@ -58,6 +60,12 @@ def bounded_protocol(limits: ServeSettings) -> type[H11Protocol]:
 
         def _unsupported_upgrade_warning(self) -> None:
             """Nothing is upgraded, and a line in the log per request helps nobody."""
+
+        def eof_received(self) -> None:
+            # The transport closes now, but tells of it only once all that it has is taken.
+            if self.cycle is not None and not self.cycle.response_complete:
+                self.cycle.disconnected = True
+                self.cycle.message_event.set()
 
         def pause_writing(self) -> None:
             super().pause_writing()

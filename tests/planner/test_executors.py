@@ -15,6 +15,14 @@ from daskserve.planner.replay import deployment_of_placement
 from daskserve.planner.sweep import sweep
 from daskserve.planner.workload import Workload
 
+LOOPBACK = {
+    "protocol": "tcp",
+    "host": "127.0.0.1",
+    "dashboard_address": "127.0.0.1:0",
+    "worker_dashboard_address": "127.0.0.1:0",
+    "threads_per_worker": 1,
+}
+
 LENGTHS = Workload.from_arrays([0.0] * 3, [200, 500, 900], [40, 100, 20])
 REQUEST = PlanRequest(
     ModelSpec.load("llama-3.1-8b"), Cluster.of("H100", 1, gpus_per_node=4), LENGTHS,
@@ -53,9 +61,7 @@ def check_same(here, there):
 @pytest.mark.parametrize("workers", [1, 2, 5])
 def test_a_dask_client_with_any_number_of_workers(here, workers):
     with (
-        LocalCluster(
-            n_workers=workers, threads_per_worker=1, processes=False, dashboard_address=None
-        ) as cluster,
+        LocalCluster(n_workers=workers, processes=False, **LOOPBACK) as cluster,
         Client(cluster) as client,
     ):
         check_same(here, everything(client))
@@ -64,7 +70,7 @@ def test_a_dask_client_with_any_number_of_workers(here, workers):
 @pytest.mark.slow
 def test_dask_workers_that_are_processes(here):
     with (
-        LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=None) as cluster,
+        LocalCluster(n_workers=2, **LOOPBACK) as cluster,
         Client(cluster) as client,
     ):
         check_same(here, everything(client))

@@ -220,6 +220,20 @@ def test_uploads_are_bounded_and_checked(server, alongside, tmp_path, limits):
                 client.files.create(**{"file": ("x.jsonl", b"x"), "purpose": "batch", **wrong})
 
 
+def test_a_form_that_cannot_be_read_is_told_why(client):
+    http, url = client._client, f"{client.base_url}files"
+    twice = [("file", ("a", b"{}")), ("file", ("b", b"{}"))]
+    answer = http.post(url, data={"purpose": "batch"}, files=twice)
+    assert answer.status_code == 400
+    assert "number of files is 1" in answer.json()["error"]["message"]
+    assert http.post(url, data={"purpose": "batch"}).status_code == 415
+
+
+def test_nobody_is_sent_elsewhere(client):
+    answer = client._client.get(f"{client.base_url}files/", headers={"host": "127.0.0.1:1"})
+    assert answer.status_code == 404 and "location" not in answer.headers
+
+
 def test_state_is_for_the_owner_alone(client, folder):
     upload(client, rows(1), name="../../evil\n.jsonl")
     paths = [folder, *folder.rglob("*")]

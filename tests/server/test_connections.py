@@ -7,6 +7,7 @@ import time
 from contextlib import suppress
 
 import orjson
+import psutil
 import pytest
 
 EARLY = b"POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: text/plain\r\n"
@@ -81,3 +82,21 @@ def test_a_client_that_leaves_with_a_second_request_sent_is_seen(server, is_stre
         client.sendall(request)
         time.sleep(0.1)
     eventually(server.is_idle)
+
+
+def test_a_reader_that_takes_nothing_and_says_goodbye_is_cut(server, alongside, limits, eventually):
+    body = orjson.dumps({"prompt": "on", "max_tokens": 3000, "ignore_eos": True, "stream": True})
+    request = b"POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1\r\n"
+    request += b"content-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(body) + body
+    with alongside(server, limits=limits(write_timeout_s=0.5)) as other, socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        host, port = other.url.removeprefix("http://").split(":")
+        client.connect((host, int(port)))
+        client.sendall(request)
+        eventually(lambda: not server.is_idle())
+        time.sleep(1)
+        client.shutdown(socket.SHUT_WR)
+        eventually(server.is_idle)
+        process = psutil.Process()
+        address = client.getsockname()
+        eventually(lambda: address not in [c.raddr for c in process.net_connections("tcp")], 5)

@@ -189,7 +189,7 @@ def test_harmless_chat_fields_are_taken(post):
 def test_a_prompt_that_is_too_long_is_the_callers_fault(server):
     with pytest.raises(openai.BadRequestError) as caught:
         server.client().completions.create(model="mock", prompt=[70] * 8192)
-    assert caught.value.code == "context_length_exceeded"
+    assert (caught.value.code, caught.value.param) == ("context_length_exceeded", "prompt")
     assert "8192" in caught.value.message
 
 

@@ -75,7 +75,7 @@ class Rig(WorkerPlugin):
     def handle(self, num_pages: int) -> KVHandle:
         from daskserve.workers.kv_digest import kv_digest
 
-        digest = kv_digest(self.pool.words, self.pages(num_pages))
+        digest = kv_digest(self.pool, self.pages(num_pages))
         return KVHandle("1", self.worker.address, b"s" * 16, num_pages, "layout", digest)
 
     async def bare(self, num_bytes: int) -> dict:
@@ -88,23 +88,25 @@ def make_handle(num_pages: int, dask_worker: Worker) -> KVHandle:
 
 async def move(way: str, handle: KVHandle, dask_worker: Worker) -> float:
     """Seconds to move the pages of ``handle`` to this worker."""
-    from daskserve.workers.pulling import pull_verified
+    from daskserve.workers.pulling import Destination, pull_verified
 
     rig: Rig = dask_worker.plugins["rig"]
     pages = tuple(rig.pages(handle.num_tokens))
     num_bytes = handle.num_tokens * rig.page_bytes
 
-    async def pull_pages(handle: KVHandle, views: list[memoryview]) -> None:
-        await pull(dask_worker.rpc, handle, views, connect_timeout_s=5, stall_timeout_s=5)
+    destination = Destination(1, pages, rig.pool)
+
+    async def pull_pages(handle: KVHandle, to: Destination) -> None:
+        await pull(dask_worker.rpc, handle, to.views, connect_timeout_s=5, stall_timeout_s=5)
 
     started_at = time.perf_counter()
     if way == "bare rpc":
         answer = await dask_worker.rpc(handle.instance_address).bare(num_bytes=num_bytes)
         assert len(answer["data"]) == num_bytes
     elif way == "pull":
-        await pull_pages(handle, rig.pool.page_views(pages))
+        await pull_pages(handle, destination)
     else:
-        await pull_verified(rig.pool, pages, handle, pull_pages, timeout_s=30)
+        await pull_verified(destination, handle, pull_pages, timeout_s=30)
     return time.perf_counter() - started_at
 
 

@@ -99,7 +99,7 @@ def open_service(
     config: EngineConfig, given: dict[str, Any], slo: SLO | None, asynchronous: bool = False
 ) -> Service:
     """The service that the options ask for."""
-    from daskserve.placed import counts_of, engine_of
+    from daskserve.placed import engine_of, shapes_of
     from daskserve.planner.placement_file import read_placement
     from daskserve.service import Service
 
@@ -107,9 +107,9 @@ def open_service(
         return Service.attach(given["scheduler"], config, slo=slo, asynchronous=asynchronous)
     if given["placement"]:
         placement = read_placement(given["placement"])
-        counts, config = counts_of(placement), engine_of(placement, config)
+        instances, config = shapes_of(placement), engine_of(placement, config)
     elif given["colocated"]:
-        counts = {"prefill": 0, "decode": 0, "colocated": given["colocated"]}
+        instances = {"prefill": 0, "decode": 0, "colocated": given["colocated"]}
     else:
-        counts = {"prefill": given["prefill"] or 1, "decode": given["decode"] or 1}
-    return Service.local(**counts, config=config, slo=slo, asynchronous=asynchronous)
+        instances = {"prefill": given["prefill"] or 1, "decode": given["decode"] or 1}
+    return Service.local(**instances, config=config, slo=slo, asynchronous=asynchronous)

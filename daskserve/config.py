@@ -12,7 +12,7 @@ from typing import Any
 
 import dask.config
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from daskserve.errors import ConfigError
 
@@ -59,6 +59,24 @@ class ServiceSettings(_Section):
     dashboard_address: str | None
 
 
+class RankSettings(_Section):
+    """``daskserve.rank``: which rank of an instance of several workers this worker is."""
+
+    instance: str | None
+    number: int = Field(ge=0)
+    tensor_parallel: int = Field(ge=1)
+    pipeline_parallel: int = Field(ge=1)
+
+    @model_validator(mode="after")
+    def _check(self) -> RankSettings:
+        count = self.tensor_parallel * self.pipeline_parallel
+        if self.number >= count:
+            raise ValueError(f"number={self.number} must be below {count}, the number of ranks")
+        if self.instance is None and count > 1:
+            raise ValueError("instance must name which instance the rank is of")
+        return self
+
+
 class ServeSettings(_Section):
     """``daskserve.serve``: what the HTTP server takes in, and for how long."""
 
@@ -88,6 +106,7 @@ class Settings(_Section):
 
     batch: BatchSettings
     service: ServiceSettings
+    rank: RankSettings
     serve: ServeSettings
 
 

@@ -8,7 +8,7 @@ from daskserve.cli import main
 from daskserve.core.instance import Role
 from daskserve.core.placement import GPULocation, InstancePlacement, Parallelism, Placement
 from daskserve.errors import ConfigError
-from daskserve.placed import counts_of, engine_of
+from daskserve.placed import engine_of, shapes_of
 from daskserve.planner.placement_file import placement_to_yaml
 
 
@@ -26,22 +26,34 @@ def test_a_placement_becomes_instances_with_its_limits():
         ),
         gpus_per_node=8,
     )
-    assert counts_of(placement) == {"prefill": 2, "decode": 1, "colocated": 0}
+    one_worker = Parallelism(1, 1)
+    assert shapes_of(placement) == {
+        "prefill": [one_worker, one_worker],
+        "decode": [one_worker],
+        "colocated": [],
+    }
     config = engine_of(placement, EngineConfig(model="mock"))
     assert (config.num_kv_blocks, config.prefill_budget_tokens) == (250, 512)
     assert (config.max_batch_size, config.chunk_tokens, config.model) == (48, None, "mock")
 
 
+def test_a_batch_has_a_micro_batch_for_every_stage():
+    gpus = tuple(GPULocation(0, gpu) for gpu in range(6))
+    decode = InstancePlacement(Role.DECODE, Parallelism(2, 3), gpus, max_batch_size=16)
+    placement = Placement((one(Role.PREFILL, 6), decode), gpus_per_node=8)
+    assert shapes_of(placement)["decode"] == [Parallelism(2, 3)]
+    assert engine_of(placement, EngineConfig(model="mock")).max_batch_size == 48
+
+
 def test_colocated_instances_keep_their_chunks():
     placement = Placement((one(Role.COLOCATED, 0, chunk_tokens=256),), gpus_per_node=1)
-    assert counts_of(placement)["colocated"] == 1
+    assert shapes_of(placement)["colocated"] == [Parallelism(1, 1)]
     assert engine_of(placement, EngineConfig(model="mock")).chunk_tokens == 256
 
 
 @pytest.mark.parametrize(
     ("instances", "part"),
     [
-        ((one(Role.COLOCATED, 0, tp=2),), "instance 1 of the placement is TP2xPP1"),
         ((one(Role.COLOCATED, 0), one(Role.COLOCATED, 0, node=1)), "spans 2 nodes"),
         (
             (one(Role.COLOCATED, 0), one(Role.PREFILL, 1), one(Role.DECODE, 2)),
@@ -56,16 +68,17 @@ def test_colocated_instances_keep_their_chunks():
 def test_what_cannot_be_started_here_is_refused(instances, part):
     placement = Placement(instances, gpus_per_node=8)
     with pytest.raises(ConfigError) as caught:
-        counts_of(placement)
+        shapes_of(placement)
         engine_of(placement, EngineConfig(model="mock"))
     assert part in str(caught.value)
 
 
 def test_the_command_line_reads_it(tmp_path):
     path = tmp_path / "placement.yaml"
-    path.write_text(placement_to_yaml(Placement((one(Role.COLOCATED, 0, tp=2),), gpus_per_node=8)))
+    far = (one(Role.COLOCATED, 0, tp=2), one(Role.COLOCATED, 0, node=1))
+    path.write_text(placement_to_yaml(Placement(far, gpus_per_node=8)))
     for options, part in (
-        (["--placement", str(path)], "TP2xPP1"),
+        (["--placement", str(path)], "spans 2 nodes"),
         (["--placement", "none.yaml"], "cannot read none.yaml"),
         (["--placement", str(path), "--decode", "2"], "leave out --decode"),
     ):

@@ -21,14 +21,13 @@ from daskserve.core.request import (
     TokenDelta,
     TokenLogprob,
 )
-from daskserve.errors import DaskserveError, EngineStepFailed, RequestCancelled
+from daskserve.errors import DaskserveError, EngineStepFailed, InstanceLost, RequestCancelled
 from daskserve.text.detokenizer import Detokenizer
 from daskserve.text.tokenizer import Tokenizer
 from daskserve.workers.admission import check_fits, usable_handle
 from daskserve.workers.continuous import ContinuousScheduler
 from daskserve.workers.forward import Runner
 from daskserve.workers.holding import BurstBuffer
-from daskserve.workers.kv_digest import kv_digest
 from daskserve.workers.kv_pool import KVPool
 from daskserve.workers.outcome import completion, prefilled
 from daskserve.workers.prefill import PrefillScheduler
@@ -103,7 +102,9 @@ class Engine:
         self.clock_offset_s = 0.0
         self.events: list[Event] = []
         self.load = InstanceLoad(free_kv_blocks=pool.num_free)
-        self.holding = BurstBuffer(kv_layout, config.kv_lease_s, config.kv_pull_timeout_s)
+        self.holding = BurstBuffer(
+            kv_layout, config.kv_lease_s, config.kv_pull_timeout_s, pool.home
+        )
         self.scheduler: PrefillScheduler | ContinuousScheduler
         if role is Role.PREFILL:
             self.scheduler = PrefillScheduler(pool, budget_tokens, config.max_batch_size)
@@ -190,6 +191,7 @@ class Engine:
 
         Only between steps, as everything but `add_early`.
         """
+        self.pool.end_pull(owner, succeeded)
         self.scheduler.pull_ended(owner, succeeded, transfer_s)
         self.publish_load()
 
@@ -210,7 +212,13 @@ class Engine:
         self.conclude(step, self.compute(step))
 
     def compute(self, step: Step) -> Computed:
-        """Run the model and choose the tokens; changes nothing that others look at."""
+        """Run the model and choose the tokens; changes nothing that others look at.
+
+        Raises
+        ------
+        InstanceLost
+            A rank of the instance is gone: no further step can run.
+        """
         sequences = step.sequences
         self._note_start(sequences)
         try:
@@ -227,6 +235,8 @@ class Engine:
                 if s.request.params.logprobs is not None
             ]
             return Computed(tokens, logprobs(logits, asked, tokens) if asked else {})
+        except InstanceLost:
+            raise
         except Exception as error:
             logger.exception("an engine step of %d requests failed", len(sequences))
             return Computed(np.empty(0, np.int64), {}, error)
@@ -254,6 +264,7 @@ class Engine:
             free_kv_blocks=self.pool.num_free,
             num_steps=self._num_steps,
             num_finished=self._num_finished,
+            bubble_share=self.runner.bubble_share,
         )
 
     def service_now(self) -> float:
@@ -308,7 +319,7 @@ class Engine:
             sequence.num_computed,
             sequence.owner,
             pages,
-            kv_digest(self.pool.words, pages),
+            self.pool.digests(pages),
             self.clock(),
         )
         self.scheduler.hand_over(sequence)

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
+
+from daskserve.core.shards import Shard
+
+if TYPE_CHECKING:
+    from daskserve.workers.kv_pool import KVPool
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +24,11 @@ class ModelShape:
     vocab_size: int
     context_tokens: int
     eos_token_ids: frozenset[int]
+
+    @property
+    def whole(self) -> Shard:
+        """All layers and KV heads."""
+        return Shard(0, self.num_layers, 0, self.num_kv_heads)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,9 +85,16 @@ class Runner(Protocol):
 
     shape: ModelShape
     dtype: torch.dtype
+    shard: Shard
+    """What of the KV is in the bound pool; less than ``shape.whole`` where other ranks help."""
+    bubble_share: float
+    """Of the steps' time so far, how much pipeline stages waited for each other; 0 for one."""
+
+    def new_pool(self, num_blocks: int, block_size: int) -> KVPool:
+        """A pool of the shard's KV with so many pages of so many tokens."""
 
     def bind(self, pool_pages: torch.Tensor) -> None:
-        """Use this pool: ``[blocks + 1, layers, 2, kv_heads, block_size, head_dim]``."""
+        """Use this pool: the shard's ``[blocks + 1, layers, 2, heads, block_size, head_dim]``."""
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         """float32 logits ``[R, vocab]`` of each row's last token; writes the new tokens' KV."""

@@ -9,11 +9,16 @@ from __future__ import annotations
 import hmac
 import secrets
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
 
 from daskserve.core.kv import KVHandle
+from daskserve.core.shards import Shard
 from daskserve.errors import KVUnavailable
+from daskserve.workers.kv_digest import summed
 
 _SECRET_BYTES = 16
 
@@ -23,6 +28,7 @@ class _Held:
     handle: KVHandle
     owner: int
     pages: tuple[int, ...]
+    digests: np.ndarray
     expires_at: float
 
 
@@ -37,14 +43,24 @@ class BurstBuffer:
         How long KV waits for its pull.
     pull_timeout_s
         How long a pull may take: pages stay pinned that long after each `pin`.
+    home
+        What handles say of the ranks of this instance: ``tp``, ``pp``, ``ranks``.
     """
 
-    def __init__(self, kv_layout: str, lease_s: float, pull_timeout_s: float) -> None:
+    def __init__(
+        self, kv_layout: str, lease_s: float, pull_timeout_s: float, home: Mapping[str, Any]
+    ) -> None:
         self.kv_layout = kv_layout
+        self._home = home
         self._lease_s = lease_s
         self._pull_timeout_s = pull_timeout_s
         self._held: dict[str, _Held] = {}
         self._lock = threading.Lock()
+
+    @property
+    def followers(self) -> tuple[str, ...]:
+        """Dask addresses of this instance's ranks but the head."""
+        return self._home.get("ranks", ())[1:]
 
     def __len__(self) -> int:
         return len(self._held)
@@ -56,20 +72,25 @@ class BurstBuffer:
         num_tokens: int,
         owner: int,
         pages: list[int],
-        digest: int,
+        digests: np.ndarray,
         now: float,
     ) -> KVHandle:
-        """Keep the pages of ``owner`` until release or expiry; the handle names them."""
+        """Keep the pages of ``owner`` until release or expiry; the handle names them.
+
+        ``digests`` are those of every layer and KV head of the model, on whatever rank it is.
+        """
         handle = KVHandle(
             request_id=request_id,
             instance_address=address,
             secret=secrets.token_bytes(_SECRET_BYTES),
             num_tokens=num_tokens,
             kv_layout=self.kv_layout,
-            digest=digest,
+            digest=summed(digests),
+            **self._home,
         )
+        held = _Held(handle, owner, tuple(pages), digests, now + self._lease_s)
         with self._lock:
-            self._held[request_id] = _Held(handle, owner, tuple(pages), now + self._lease_s)
+            self._held[request_id] = held
         return handle
 
     def pin(self, handle: KVHandle, now: float) -> tuple[int, ...]:
@@ -80,6 +101,21 @@ class BurstBuffer:
         KVUnavailable
             Unknown or expired request, wrong secret, or another layout.
         """
+        return self._pin(handle, now).pages
+
+    def pin_piece(self, handle: KVHandle, shard: Shard, now: float) -> tuple[tuple[int, ...], int]:
+        """As `pin`, for a part of the layers and heads: the pages, and the part's digest."""
+        held = self._pin(handle, now)
+        num_layers, num_heads = held.digests.shape
+        if shard.layers.stop > num_layers or shard.heads.stop > num_heads:
+            raise KVUnavailable(
+                f"layers {shard.layers} and heads {shard.heads} are asked of {num_layers} layers"
+                f" and {num_heads} heads"
+            )
+        layers, heads = shard.within(Shard(0, num_layers, 0, num_heads))
+        return held.pages, summed(held.digests[layers, heads])
+
+    def _pin(self, handle: KVHandle, now: float) -> _Held:
         with self._lock:
             held = self._held.get(handle.request_id)
             if held is None or held.expires_at <= now:
@@ -95,7 +131,7 @@ class BurstBuffer:
                     f" held {held.handle.num_tokens} of {held.handle.kv_layout}"
                 )
             held.expires_at = max(held.expires_at, now + self._pull_timeout_s)
-            return held.pages
+            return held
 
     def keep(self, request_ids: Iterable[str], now: float) -> None:
         """Start the leases of these requests anew; unknown ones are ignored."""

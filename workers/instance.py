@@ -17,11 +17,12 @@ from typing import Any
 from daskserve.core.instance import EngineConfig, InstanceInfo, InstanceLoad, Role
 from daskserve.core.kv import KVHandle
 from daskserve.core.request import Completion, Prefilled, Request, TokenDelta
+from daskserve.core.shards import Shard
 from daskserve.errors import DaskserveError, InstanceLost
 from daskserve.workers.engine import Engine, Event, Reserved
 from daskserve.workers.engine_thread import EngineThread
 from daskserve.workers.loading import LoadModel, build_engine, load_model
-from daskserve.workers.pulling import Pull, pull_verified
+from daskserve.workers.pulling import Destination, Pull, pull_verified
 from daskserve.workers.sequence import Sequence
 
 logger = logging.getLogger(__name__)
@@ -172,6 +173,14 @@ class Instance:
         pages = self.engine.holding.pin(handle, self.engine.clock())
         return self.engine.pool.page_views(pages)
 
+    def pin_part(self, handle: KVHandle, shard: Shard) -> tuple[tuple[int, ...], int]:
+        """Pages of the held KV, pinned as by `export`, and the digest of these layers and heads.
+
+        Any thread; KVUnavailable as `export`.
+        """
+        self._require(Role.PREFILL)
+        return self.engine.holding.pin_piece(handle, shard, self.engine.clock())
+
     def keep(self, request_ids: Iterable[str]) -> None:
         """Renew the leases of held KV whose decode still waits its turn. Any thread."""
         self.engine.holding.keep(request_ids, self.engine.clock())
@@ -278,8 +287,7 @@ class Instance:
         started_at = time.monotonic()
         waiter.pull_task = asyncio.create_task(
             pull_verified(
-                self.engine.pool,
-                reserved.pages,
+                Destination(reserved.owner, reserved.pages, self.engine.pool),
                 sequence.handle,
                 waiter.pull,
                 self.config.kv_pull_timeout_s,

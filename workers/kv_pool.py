@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Hashable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 
 from daskserve.core.kv import blocks_for
+from daskserve.core.shards import Shard
 from daskserve.workers.forward import ModelShape
+from daskserve.workers.kv_digest import slice_digests
 
 SCRATCH_PAGE = 0
 """Padding rows and unused page-table entries point here; nobody owns it."""
@@ -29,9 +32,12 @@ def kv_layout(model: str, shape: ModelShape, dtype: torch.dtype, block_size: int
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
 
 
-def page_bytes(shape: ModelShape, dtype: torch.dtype, block_size: int) -> int:
-    """Bytes of one page over all layers, keys and values."""
-    elements = shape.num_layers * 2 * shape.num_kv_heads * block_size * shape.head_dim
+def page_bytes(
+    shape: ModelShape, dtype: torch.dtype, block_size: int, shard: Shard | None = None
+) -> int:
+    """Bytes of one page over all layers and heads, or those of the shard; keys and values."""
+    held = shard or shape.whole
+    elements = held.num_layers * 2 * held.num_heads * block_size * shape.head_dim
     return elements * dtype.itemsize
 
 
@@ -48,17 +54,29 @@ class KVPool:
         Pages to hand out; page 0 (scratch) comes on top.
     block_size
         Tokens per page.
+    shard
+        Layers and KV heads that are held here; None: all of them.
     """
 
     def __init__(
-        self, shape: ModelShape, dtype: torch.dtype, num_blocks: int, block_size: int
+        self,
+        shape: ModelShape,
+        dtype: torch.dtype,
+        num_blocks: int,
+        block_size: int,
+        shard: Shard | None = None,
     ) -> None:
-        size = (num_blocks + 1, shape.num_layers, 2, shape.num_kv_heads, block_size, shape.head_dim)
+        self.shard = shard = shard or shape.whole
+        head_dim = shape.head_dim
+        size = (num_blocks + 1, shard.num_layers, 2, shard.num_heads, block_size, head_dim)
         self.pages = torch.zeros(size, dtype=dtype)
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.num_free = num_blocks
-        self._bytes = self.pages.view(torch.uint8).view(num_blocks + 1, -1).numpy()
+        raw = self.pages.view(torch.uint8)
+        self._bytes = raw.view(num_blocks + 1, -1).numpy()
+        self.slices = raw.view(*size[:4], -1).numpy().view(np.uint64)
+        """uint64 ``[num_blocks + 1, layers, 2, kv_heads, words]`` of ``pages``: words of a page."""
         # One byte per page, 1 = free: bytearray.find then finds runs of free pages at C speed.
         self._free_map = bytearray(b"\x00" + b"\x01" * num_blocks)
         self._pages_of: dict[Hashable, list[int]] = {}
@@ -66,11 +84,6 @@ class KVPool:
     @property
     def num_used(self) -> int:
         return self.num_blocks - self.num_free
-
-    @property
-    def words(self) -> np.ndarray:
-        """The pages as uint64 ``[num_blocks + 1, words_per_page]``, for digests."""
-        return self._bytes.view(np.uint64)
 
     def blocks_for(self, num_tokens: int) -> int:
         return blocks_for(num_tokens, self.block_size)
@@ -125,6 +138,18 @@ class KVPool:
             self._free_map[page] = 1
         self.num_free += len(pages)
         del self._pages_of[owner]
+
+    def digests(self, page_ids: Sequence[int]) -> np.ndarray:
+        """Of every layer and KV head of the model, uint64 ``[layers, kv_heads]``."""
+        return slice_digests(self, page_ids)
+
+    def end_pull(self, owner: Hashable, succeeded: bool) -> None:
+        """A pull into the pages of ``owner`` is over; other ranks are told, where there are any."""
+
+    @property
+    def home(self) -> dict[str, Any]:
+        """What handles say of where the KV is, beside the head's address."""
+        return {}
 
     def page_views(self, page_ids: Sequence[int]) -> list[memoryview]:
         """Writable raw bytes of the pages in the given order; consecutive pages come merged."""

@@ -10,7 +10,7 @@ from daskserve.models.catalog import resolve
 from daskserve.text.tokenizer import Tokenizer
 from daskserve.workers.engine import Engine
 from daskserve.workers.forward import Runner
-from daskserve.workers.kv_pool import KVPool, kv_layout, page_bytes
+from daskserve.workers.kv_pool import kv_layout, page_bytes
 from daskserve.workers.profile import stored_budget
 
 DEFAULT_BUDGET_TOKENS = 512
@@ -40,7 +40,7 @@ def build_engine(role: Role, config: EngineConfig, load: LoadModel = load_model)
     runner, tokenizer = load(config)
     num_blocks = config.num_kv_blocks
     if num_blocks is None:
-        size = page_bytes(runner.shape, runner.dtype, config.block_size)
+        size = page_bytes(runner.shape, runner.dtype, config.block_size, runner.shard)
         num_blocks = min(config.kv_memory_bytes // size, _MOST_DEFAULT_BLOCKS)
         if num_blocks < 1:
             raise ConfigError(
@@ -49,7 +49,7 @@ def build_engine(role: Role, config: EngineConfig, load: LoadModel = load_model)
             )
     return Engine(
         runner,
-        KVPool(runner.shape, runner.dtype, num_blocks, config.block_size),
+        runner.new_pool(num_blocks, config.block_size),
         role,
         config,
         tokenizer,

@@ -15,6 +15,7 @@ import torch
 from daskserve.core.instance import EngineConfig
 from daskserve.text.tokenizer import Tokenizer
 from daskserve.workers.forward import ForwardBatch, ModelShape
+from daskserve.workers.kv_pool import KVPool
 
 _SLOT_BYTES = 8  # one int64 in the key slot of a token, one in its value slot
 
@@ -31,6 +32,8 @@ class MockRunner:
         Gives the vocabulary and the context length.
     """
 
+    bubble_share = 0.0
+
     def __init__(self, config: EngineConfig, tokenizer: Tokenizer) -> None:
         self.dtype = getattr(torch, config.dtype)
         self.shape = ModelShape(
@@ -41,6 +44,7 @@ class MockRunner:
             context_tokens=tokenizer.context_tokens,
             eos_token_ids=tokenizer.eos_token_ids,
         )
+        self.shard = self.shape.whole
         self._step_s = {False: config.mock_prefill_s, True: config.mock_decode_s}
         self._letters = [
             i for letter in "abcdefghijklmnopqrstuvwxyz" for i in tokenizer.encode(letter)
@@ -49,6 +53,9 @@ class MockRunner:
         self._weights = rng.integers(1, 2**62, (2, self.shape.context_tokens), np.int64) | 1
         self._noise = rng.standard_normal(len(self._letters)).astype(np.float32)
         self._slots: np.ndarray | None = None
+
+    def new_pool(self, num_blocks: int, block_size: int) -> KVPool:
+        return KVPool(self.shape, self.dtype, num_blocks, block_size)
 
     def bind(self, pool_pages: torch.Tensor) -> None:
         raw = pool_pages.view(torch.uint8).numpy()

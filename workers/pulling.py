@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from functools import partial
 
 from daskserve.core.kv import KVHandle
@@ -11,15 +12,41 @@ from daskserve.errors import KVUnavailable
 from daskserve.workers.kv_digest import kv_digest
 from daskserve.workers.kv_pool import KVPool
 
-Pull = Callable[[KVHandle, list[memoryview]], Awaitable[None]]
-"""Fills the destination pages, or raises ``KVUnavailable``. Once it has returned, raised or been
-cancelled, nothing may write to the views any more: the pages may belong to someone else."""
+
+@dataclass(frozen=True, slots=True)
+class Destination:
+    """Pages that wait for KV.
+
+    Parameters
+    ----------
+    owner
+        Whom they belong to; no other pull of this instance has the same.
+    pages
+        Their ids, in token order.
+    pool
+        Where they are.
+    """
+
+    owner: int
+    pages: tuple[int, ...]
+    pool: KVPool
+
+    @property
+    def views(self) -> list[memoryview]:
+        """Their bytes on this rank, to be written in the order of the holder's pages."""
+        return self.pool.page_views(self.pages)
+
+
+Pull = Callable[[KVHandle, Destination], Awaitable[int | None]]
+"""Fills the destination, or raises ``KVUnavailable``; returns the digest of what all ranks have
+pulled, or None where there is one rank and nobody has computed it. Once it has returned, raised or
+been cancelled, nothing may write to the pages any more: they may belong to someone else."""
 
 _INLINE_DIGEST_BYTES = 2**24  # 1-2 ms: a hop to another thread and back can take longer
 
 
 async def pull_verified(
-    pool: KVPool, pages: tuple[int, ...], handle: KVHandle, pull: Pull, timeout_s: float
+    destination: Destination, handle: KVHandle, pull: Pull, timeout_s: float
 ) -> None:
     """Have ``pull`` fill the pages, then check them against the handle's digest.
 
@@ -30,11 +57,11 @@ async def pull_verified(
     TimeoutError
         Not done after ``timeout_s`` seconds.
     """
-    views = pool.page_views(pages)
     async with asyncio.timeout(timeout_s):
-        await pull(handle, views)
-    check = partial(kv_digest, pool.words, pages)
-    is_small = sum(view.nbytes for view in views) < _INLINE_DIGEST_BYTES
-    digest = check() if is_small else await asyncio.to_thread(check)
+        digest = await pull(handle, destination)
+    if digest is None:
+        check = partial(kv_digest, destination.pool, destination.pages)
+        is_small = sum(view.nbytes for view in destination.views) < _INLINE_DIGEST_BYTES
+        digest = check() if is_small else await asyncio.to_thread(check)
     if digest != handle.digest:
         raise KVUnavailable(f"the pulled KV of {handle.request_id} is not what was computed")

@@ -10,6 +10,7 @@ from daskserve.workers.forward import ForwardBatch, ModelShape, Runner
 from daskserve.workers.fused import FusedDecoder
 from daskserve.workers.kernels.cpu import ask_for_huge_pages
 from daskserve.workers.kernels.vector import LANES
+from daskserve.workers.kv_pool import KVPool
 from daskserve.workers.layer_attention import LayerAttention
 
 __all__ = ["ForwardBatch", "ModelRunner", "ModelShape", "Runner"]
@@ -30,6 +31,8 @@ class ModelRunner:
         The compiled step or attention, for models that have one.
     """
 
+    bubble_share = 0.0
+
     def __init__(
         self,
         model: torch.nn.Module,
@@ -40,10 +43,14 @@ class ModelRunner:
     ) -> None:
         self.model = model
         self.shape = shape
+        self.shard = shape.whole
         self.dtype = dtype
         self.num_threads = num_threads
         self.compiled = compiled
         self.pages: torch.Tensor | None = None
+
+    def new_pool(self, num_blocks: int, block_size: int) -> KVPool:
+        return KVPool(self.shape, self.dtype, num_blocks, block_size)
 
     def bind(self, pool_pages: torch.Tensor) -> None:
         """Use this pool: ``[blocks + 1, layers, 2, kv_heads, block_size, head_dim]``."""

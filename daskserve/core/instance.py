@@ -32,7 +32,7 @@ class EngineConfig:
     num_kv_blocks
         Pages in the KV pool, scratch page excluded; None sizes it from ``kv_memory_bytes``.
     kv_memory_bytes
-        Memory for KV when ``num_kv_blocks`` is None.
+        Memory for KV when ``num_kv_blocks`` is None; of every rank, where there are several.
     block_size
         Tokens per page.
     prefill_budget_tokens
@@ -50,6 +50,8 @@ class EngineConfig:
     kv_pull_timeout_s
         Most seconds for one KV pull; after that the decode side computes the prompt again,
         and the prefill side may take pages back that were being read.
+    rank_timeout_s
+        Instances of several workers: so long without an answer of a rank, and it is lost.
     mock_prefill_s, mock_decode_s
         Step times of the mock model.
     """
@@ -66,6 +68,7 @@ class EngineConfig:
     num_threads: int | None = None
     kv_lease_s: float = 60.0
     kv_pull_timeout_s: float = 30.0
+    rank_timeout_s: float = 30.0
     mock_prefill_s: float = 0.01
     mock_decode_s: float = 0.01
 
@@ -77,7 +80,7 @@ class EngineConfig:
         for name in ("num_kv_blocks", "prefill_budget_tokens", "chunk_tokens", "num_threads"):
             if getattr(self, name) is not None:
                 _check_positive(name, getattr(self, name))
-        for name in ("kv_lease_s", "kv_pull_timeout_s"):
+        for name in ("kv_lease_s", "kv_pull_timeout_s", "rank_timeout_s"):
             if not getattr(self, name) > 0:
                 raise InvalidParameter(name, getattr(self, name), "must be above 0")
 
@@ -115,3 +118,6 @@ class InstanceLoad:
     free_kv_blocks: int = 0
     num_steps: int = 0
     num_finished: int = 0
+    bubble_share: float = 0.0
+    """Of the steps' time, how much the pipeline stages waited for each other; a rank reports it
+    every few seconds."""

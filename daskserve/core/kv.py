@@ -28,6 +28,11 @@ class KVHandle:
         Fingerprint of model, dtype, block size and shape; both sides must agree.
     digest
         Digest of the held pages: the decode side checks what it pulled against it.
+    tp, pp
+        Shape of the prefill instance.
+    ranks
+        Dask addresses of its ranks, each of which holds some layers and heads; empty if there is
+        but one.
     """
 
     request_id: str
@@ -36,3 +41,6 @@ class KVHandle:
     num_tokens: int
     kv_layout: str
     digest: int
+    tp: int = field(default=1, compare=False)
+    pp: int = field(default=1, compare=False)
+    ranks: tuple[str, ...] = field(default=(), compare=False)

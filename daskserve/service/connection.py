@@ -148,6 +148,7 @@ class Connection:
                 raise ClusterError(
                     f"no instance on {', '.join(sorted(missing))} after"
                     f" {self._settings.start_timeout_s:g} s (setting service.start-timeout-s)"
+                    + "".join(_waiting(status["instances"]))
                 )
             await asyncio.sleep(_POLL_S)
 
@@ -160,9 +161,22 @@ class Connection:
             if report["config_id"] != config_id(self._config):
                 raise ClusterError(
                     f"{report['address']} already runs an instance with another EngineConfig"
-                    f" ({report['info'].get('model', 'loading')}); close the service that"
+                    f" ({_difference(report['info'], self._config)}); close the service that"
                     " started it or use the same config"
                 )
+
+
+def _waiting(reports: list[dict[str, Any]]) -> list[str]:
+    return [f"; {r['address']}: {r['error']}" for r in reports if r["error"]]
+
+
+def _difference(info: dict[str, Any], config: EngineConfig) -> str:
+    """In what an instance keeps its KV differently, so that none can go between it and ours."""
+    for name in ("model", "dtype", "block_size"):
+        theirs, ours = info.get(name, "loading"), getattr(config, name)
+        if theirs != ours:
+            return f"{name}={theirs} there, {name}={ours} here"
+    return f"the same model {config.model}, other limits"
 
 
 def _is_colocated(workers: dict[str, str]) -> bool:

@@ -18,13 +18,25 @@ from distributed import Worker
 from distributed.core import Status
 from distributed.diagnostics.plugin import WorkerPlugin
 
-from daskserve.config import ServiceSettings
+from daskserve.config import RankSettings, ServiceSettings, settings
 from daskserve.core.instance import EngineConfig, Role
 from daskserve.core.kv import KVHandle
 from daskserve.core.request import TokenDelta
-from daskserve.errors import DaskserveError, InstanceLost, KVUnavailable
+from daskserve.core.shards import Shard
+from daskserve.errors import ConfigError, DaskserveError, InstanceLost, KVUnavailable
 from daskserve.service.clock import clock_offset_s
-from daskserve.service.kv_pull import OPERATION, KVServer, pull
+from daskserve.service.follower import FollowerRank
+from daskserve.service.head import HeadRank, shape_of
+from daskserve.service.kv_parts import (
+    Limits,
+    PinServer,
+    all_of,
+    ask_to_pull,
+    export_part,
+    pull_parts,
+    release_kv,
+)
+from daskserve.service.kv_pull import OPERATION, KVServer, Views, pull
 from daskserve.service.members import FAILED, LOADING, LOST, READY, Report
 from daskserve.service.names import (
     CLOCK,
@@ -33,6 +45,8 @@ from daskserve.service.names import (
     KEEP_KV,
     LOAD,
     ONLINE,
+    PIN_KV,
+    RELEASE_KV,
     REPORT,
     request_id_of,
     role_of,
@@ -42,6 +56,8 @@ from daskserve.service.token_sender import TokenSenders
 
 if TYPE_CHECKING:
     from daskserve.workers.instance import Instance
+    from daskserve.workers.loading import LoadModel
+    from daskserve.workers.pulling import Destination
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +66,7 @@ _CLOCK_RETRY_S = 1.0
 
 
 class InstancePlugin(WorkerPlugin):
-    """Runs one instance on the worker; does nothing on workers without a role.
+    """Runs one instance on the worker, or one rank of it; does nothing on workers that are neither.
 
     Parameters
     ----------
@@ -67,12 +83,22 @@ class InstancePlugin(WorkerPlugin):
         self._config = config
         self._settings = settings
         self._instance: Instance | None = None
+        self._follower: FollowerRank | None = None
+        self._head: HeadRank | None = None
+        self._pins: PinServer | None = None
 
     async def setup(self, worker: Worker) -> None:
         self._worker = worker
         self._role = role_of(worker.state.total_resources)
+        place = settings().rank
+        _check_place(place, self._role)
+        if place.number > 0:
+            self._follower = FollowerRank(worker, place, self._config, self._settings)
+            self._follower.start()
         if self._role is None:
             return
+        if shape_of(place).num_gpus > 1:
+            self._head = HeadRank(worker, place, self._settings, self._lose_from_thread)
         self._tokens = TokenSenders(worker.security)
         self._online = OnlineServer(self, self._settings.link_silence_s)
         self._is_over = False
@@ -85,12 +111,18 @@ class InstancePlugin(WorkerPlugin):
         self._loading = asyncio.create_task(self._load())
 
     async def teardown(self, worker: Worker) -> None:
+        if self._follower is not None:
+            await self._follower.close()
         if self._role is None:
             return
         self._is_over = True
         # Before anything is awaited: another service's plugin may put in its own meanwhile.
-        for name in (LOAD, ONLINE, OPERATION):
+        for name in (LOAD, ONLINE, OPERATION, PIN_KV, RELEASE_KV):
             worker.handlers.pop(name, None)
+        if self._pins is not None:
+            self._pins.close()
+        if self._head is not None:
+            self._head.call_off()
         # A model that is still loading cannot be stopped: it closes itself once it is there.
         await asyncio.wait([self._loading], timeout=_LOADING_GRACE_S)
         self._online.close()
@@ -98,6 +130,8 @@ class InstancePlugin(WorkerPlugin):
         if self._instance is not None:
             await self._instance.close()
             self._instance = None
+            if self._head is not None:
+                await asyncio.to_thread(self._head.close)
             if worker.status is Status.running:  # it lives on without us: give the memory back
                 gc.unfreeze()
                 gc.collect()
@@ -133,14 +167,45 @@ class InstancePlugin(WorkerPlugin):
         ts = self._worker.state.tasks.get(key)
         return ts is None or ts.state == "cancelled"
 
-    async def pull(self, handle: KVHandle, views: list[memoryview]) -> None:
+    async def pull(self, handle: KVHandle, destination: Destination) -> int | None:
         """Fetch the KV of a prefill into pages of this instance (KVUnavailable)."""
+        followers = self._instance.engine.holding.followers
+        if handle.ranks or followers:
+            return await self._pull_parts(handle, destination, followers)
         await pull(
             self._worker.rpc,
             handle,
-            views,
+            destination.views,
             connect_timeout_s=self._settings.pull_connect_timeout_s,
             stall_timeout_s=self._settings.pull_stall_timeout_s,
+        )
+        return None
+
+    async def _pull_parts(
+        self, handle: KVHandle, destination: Destination, followers: tuple[str, ...]
+    ) -> int:
+        """Every rank fetches its layers and heads at once; the digest of all of them."""
+        limits, pages = self._limits, destination.pages
+        connections, shape = self._worker.rpc, self._instance.engine.runner.shape
+        (_, own), *others = await all_of(
+            [
+                pull_parts(connections, handle, destination.pool, shape, len(pages), limits, pages),
+                *(
+                    ask_to_pull(connections, address, handle, destination.owner, len(pages), limits)
+                    for address in followers
+                ),
+            ]
+        )
+        await release_kv(connections, handle, limits.connect_s)
+        return (own + sum(others)) % 2**64
+
+    @property
+    def _limits(self) -> Limits:
+        timings = self._settings
+        return Limits(
+            timings.pull_connect_timeout_s,
+            timings.pull_stall_timeout_s,
+            self._config.kv_pull_timeout_s,
         )
 
     def on_token(self, token_sink: str | None) -> Callable[[TokenDelta], None] | None:
@@ -158,9 +223,19 @@ class InstancePlugin(WorkerPlugin):
             self._worker.close, nanny=False, executor_wait=False, reason="daskserve-instance-lost"
         )
 
+    def _lose_from_thread(self, error: InstanceLost) -> None:
+        self._worker.loop.add_callback(self.lose, error)
+
     async def _load(self) -> None:
         try:
-            instance = await asyncio.to_thread(_build, self._role, self._config)
+            load = None
+            if self._head is not None:
+                load = await self._head.open(self._config)
+                self._report(LOADING, error="it waits for the other ranks of its instance")
+            instance = await asyncio.to_thread(_build, self._role, self._config, load)
+        except InstanceLost as error:  # a rank that went while it loaded comes back
+            self.lose(error)
+            return
         except Exception as error:
             is_ours = isinstance(error, DaskserveError)
             text = str(error) if is_ours else f"{type(error).__name__}: {error}"
@@ -175,8 +250,15 @@ class InstancePlugin(WorkerPlugin):
         self._instance = instance
         if self._role is Role.PREFILL:
             stall_s = self._settings.pull_stall_timeout_s
-            server = KVServer(self.address, self._export_kv, self._release_kv, stall_s)
-            self._worker.handlers[OPERATION] = server.handle
+            server = KVServer(
+                self.address, self._export_kv, self._release_kv, stall_s, self._export_part
+            )
+            self._pins = PinServer(self.address, instance)
+            self._worker.handlers |= {
+                OPERATION: server.handle,
+                PIN_KV: self._pins.pin,
+                RELEASE_KV: self._pins.release,
+            }
         self._report(READY, info=asdict(instance.info))
 
     async def _clock_offset_s(self) -> float:
@@ -212,6 +294,12 @@ class InstancePlugin(WorkerPlugin):
             raise KVUnavailable(f"the instance on {self.address} is closed")
         return self._instance.export(handle)
 
+    async def _export_part(self, handle: KVHandle, shard: Shard) -> tuple[Views, int]:
+        if self._instance is None:
+            raise KVUnavailable(f"the instance on {self.address} is closed")
+        pages, digest = self._instance.pin_part(handle, shard)
+        return export_part(self._instance.engine.pool, pages, shard), digest
+
     def _release_kv(self, request_id: str, secret: bytes) -> None:
         if self._instance is not None:
             self._instance.release(request_id, secret)
@@ -232,11 +320,20 @@ def config_id(config: EngineConfig) -> str:
     return hashlib.sha256(repr(config).encode()).hexdigest()[:16]
 
 
-def _build(role: Role, config: EngineConfig) -> Instance:
+def _check_place(place: RankSettings, role: Role | None) -> None:
+    if place.number > 0 and role is not None:
+        raise ConfigError(
+            f"daskserve.rank.number={place.number} of {place.instance} must carry no resource"
+            f" {role.value}: only rank 0 takes requests"
+        )
+
+
+def _build(role: Role, config: EngineConfig, load: LoadModel | None) -> Instance:
     # Here, so that neither the scheduler nor the client imports torch.
     from daskserve.workers.instance import Instance
+    from daskserve.workers.loading import load_model
 
-    instance = Instance(role, config)
+    instance = Instance(role, config, load or load_model)
     instance.start()
     # What was imported lives as long as the process: walking it in every collection, and once
     # more at exit, costs a second.

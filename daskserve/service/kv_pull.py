@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from distributed.comm import Comm
@@ -20,10 +20,12 @@ from distributed.protocol import to_serialize
 from tornado.iostream import IOStream
 
 from daskserve.core.kv import KVHandle
+from daskserve.core.shards import Shard
 from daskserve.errors import KVUnavailable
 from daskserve.service.kv_wire import (
     DONE,
     Answer,
+    Ask,
     pack_answer,
     pack_ask,
     unpack_answer,
@@ -42,15 +44,28 @@ Export = Callable[[KVHandle], list[memoryview]]
 Release = Callable[[str, bytes], None]
 
 
+class Chunks(NamedTuple):
+    """Bytes that are made, or taken, chunk by chunk: each is good until the next is asked for."""
+
+    num_bytes: int
+    chunks: Iterator[memoryview]
+
+
+Views = list[memoryview] | Chunks
+ExportPart = Callable[[KVHandle, Shard], Awaitable[tuple[Views, int]]]
+
+
 async def pull(
     pool: ConnectionPool,
     handle: KVHandle,
-    destination: list[memoryview],
+    destination: Views,
     *,
     connect_timeout_s: float,
     stall_timeout_s: float,
-) -> None:
-    """Fill ``destination`` with the KV that ``handle`` names.
+    address: str | None = None,
+    shard: Shard | None = None,
+) -> int:
+    """Fill ``destination`` with the KV that ``handle`` names; returns its digest when computed.
 
     Parameters
     ----------
@@ -59,17 +74,20 @@ async def pull(
     handle
         What the prefill returned.
     destination
-        Writable bytes in the order of the holder's pages. Nothing writes to them once this has
-        returned, raised or been cancelled.
+        Writable bytes in the order of the holder's pages. Nothing writes to them, or asks for the
+        next chunk, once this has returned, raised or been cancelled.
     connect_timeout_s, stall_timeout_s
         Most seconds to reach the holder, and without any progress.
+    address, shard
+        A rank of the holder, and the layers and heads to get from it: they are not freed by
+        that. None: everything, from an instance of one rank, which frees it.
 
     Raises
     ------
     KVUnavailable
         Refused, unreachable, stalled or broken off.
     """
-    address = handle.instance_address
+    address = address or handle.instance_address
     try:
         async with asyncio.timeout(connect_timeout_s):
             comm = await pool.connect(address, timeout=connect_timeout_s)
@@ -77,8 +95,9 @@ async def pull(
         raise KVUnavailable(f"cannot reach {address}: {error}") from error
     is_clean = False
     try:
-        await _receive(comm, handle, destination, stall_timeout_s)
+        digest = await _receive(comm, handle, destination, stall_timeout_s, shard)
         is_clean = True
+        return digest
     except _Refused as refusal:
         is_clean = True
         raise KVUnavailable(f"{address} refused: {refusal}") from None
@@ -96,10 +115,14 @@ class _Refused(Exception):
 
 
 async def _receive(
-    comm: Comm, handle: KVHandle, destination: list[memoryview], stall_s: float
-) -> None:
-    num_bytes = sum(view.nbytes for view in destination)
-    ask = {"op": OPERATION, "ask": pack_ask(handle, num_bytes)}
+    comm: Comm,
+    handle: KVHandle,
+    destination: Views,
+    stall_s: float,
+    shard: Shard | None,
+) -> int:
+    num_bytes = _num_bytes(destination)
+    ask = {"op": OPERATION, "ask": pack_ask(handle, num_bytes, shard)}
     await _soon(comm.write(ask, serializers=_PLAIN), stall_s)
     answer = unpack_answer(await _soon(comm.read(deserializers=_PLAIN), stall_s))
     if answer.reason is not None:
@@ -115,12 +138,13 @@ async def _receive(
     else:
         await _receive_messages(comm, destination, stall_s)
     await _soon(comm.write(DONE, serializers=_PLAIN), stall_s)
+    return answer.digest
 
 
-async def _receive_messages(comm: Comm, destination: list[memoryview], stall_s: float) -> None:
+async def _receive_messages(comm: Comm, destination: Views, stall_s: float) -> None:
     """Pieces as arrays, cut without regard to the bounds of our pages."""
     data = np.empty(0, np.uint8)
-    for view in destination:
+    for view in _pieces(destination):
         target = np.frombuffer(view, np.uint8)
         while target.size:
             if not data.size:
@@ -157,12 +181,20 @@ class KVServer:
         Frees them; called when a puller has them all.
     stall_timeout_s
         A puller that takes nothing for so long is dropped.
+    export_part
+        Gives the bytes of some layers and heads, and their digest, or raises ``KVUnavailable``.
     """
 
     def __init__(
-        self, address: str, export: Export, release: Release, stall_timeout_s: float
+        self,
+        address: str,
+        export: Export,
+        release: Release,
+        stall_timeout_s: float,
+        export_part: ExportPart | None = None,
     ) -> None:
         self._address = address
+        self._export_part = export_part
         self._export = export
         self._release = release
         self._stall_s = stall_timeout_s
@@ -171,24 +203,31 @@ class KVServer:
         """Answer one pull on its connection."""
         try:
             asked = unpack_ask(ask, self._address)
-            views = self._export(asked.handle)
-            held = sum(view.nbytes for view in views)
+            views, digest = await self._views(asked)
+            held = _num_bytes(views)
             if held != asked.num_bytes:
                 raise KVUnavailable(f"{asked.num_bytes} bytes asked of {held}")
         except KVUnavailable as refusal:
             await comm.write(pack_answer(Answer(reason=str(refusal))), serializers=_PLAIN)
             return Status.dont_reply
         try:
-            await self._send(comm, views, held)
+            await self._send(comm, views, Answer(held, _byte_stream(comm) is not None, digest))
         except OSError as error:
             comm.abort()
             raise CommClosedError(f"a KV pull broke off: {error!r}") from error
-        self._release(asked.handle.request_id, asked.handle.secret)
+        if asked.shard is None:
+            self._release(asked.handle.request_id, asked.handle.secret)
         return Status.dont_reply
 
-    async def _send(self, comm: Comm, views: list[memoryview], num_bytes: int) -> None:
+    async def _views(self, asked: Ask) -> tuple[Views, int]:
+        if asked.shard is None:
+            return self._export(asked.handle), asked.handle.digest
+        if self._export_part is None:
+            raise KVUnavailable(f"{self._address} does not give parts of its KV")
+        return await self._export_part(asked.handle, asked.shard)
+
+    async def _send(self, comm: Comm, views: Views, answer: Answer) -> None:
         stream = _byte_stream(comm)
-        answer = Answer(num_bytes, is_raw=stream is not None)
         await _soon(comm.write(pack_answer(answer), serializers=_PLAIN), self._stall_s)
         if stream is not None:
             for piece in _pieces(views):
@@ -207,8 +246,12 @@ def _byte_stream(comm: Comm) -> IOStream | None:
     return stream if isinstance(stream, IOStream) else None
 
 
-def _pieces(views: list[memoryview]) -> Iterator[memoryview]:
-    for view in views:
+def _num_bytes(views: Views) -> int:
+    return views.num_bytes if isinstance(views, Chunks) else sum(view.nbytes for view in views)
+
+
+def _pieces(views: Views) -> Iterator[memoryview]:
+    for view in views.chunks if isinstance(views, Chunks) else views:
         for start in range(0, view.nbytes, _PIECE_BYTES):
             yield view[start : start + _PIECE_BYTES]
 

@@ -9,20 +9,22 @@ import struct
 from dataclasses import dataclass
 
 from daskserve.core.kv import KVHandle
+from daskserve.core.shards import Shard
 from daskserve.errors import KVUnavailable
 
 _MAGIC = b"DSKV"
-_VERSION = 1
+_VERSION = 2
 _MAX_ID_BYTES = 256
 _MAX_SECRET_BYTES = 64
 _MAX_LAYOUT_BYTES = 64
 _MAX_REASON_BYTES = 500
 _MAX_KV_BYTES = 2**40
 
-# magic, version, bytes of id / secret / layout, tokens, digest, KV bytes
-_ASK = struct.Struct("<4sBHBBQQQ")
-# magic, version, status, KV bytes, bytes of the reason
-_ANSWER = struct.Struct("<4sBBQH")
+# magic, version, bytes of id / secret / layout, tokens, digest, KV bytes; first layer, layers,
+# first head, heads of a part, all 0 for the whole
+_ASK = struct.Struct("<4sBHBBQQQ4H")
+# magic, version, status, KV bytes, their digest, bytes of the reason
+_ANSWER = struct.Struct("<4sBBQQH")
 
 _REFUSED, _RAW, _MESSAGES = range(3)
 
@@ -32,23 +34,34 @@ DONE = b"DSKV-done"
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """A handle shown by a puller, and how many bytes its pages take."""
+    """A handle shown by a puller, and how many bytes its pages take.
+
+    ``shard`` are the layers and heads that it wants; None: all, which one rank holds.
+    """
 
     handle: KVHandle
     num_bytes: int
+    shard: Shard | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """``reason`` of a refusal, or how the bytes come: raw on the stream or in messages."""
+    """``reason`` of a refusal, or how the bytes come: raw on the stream or in messages.
+
+    ``digest`` is what was computed when the prompt was.
+    """
 
     num_bytes: int = 0
     is_raw: bool = False
+    digest: int = 0
     reason: str | None = None
 
 
-def pack_ask(handle: KVHandle, num_bytes: int) -> bytes:
-    """The header that asks for the KV of ``handle``."""
+def pack_ask(handle: KVHandle, num_bytes: int, shard: Shard | None = None) -> bytes:
+    """The header that asks for the KV of ``handle``, or for some layers and heads of it."""
+    part = (0, 0, 0, 0)
+    if shard is not None:
+        part = (shard.first_layer, shard.num_layers, shard.first_head, shard.num_heads)
     request_id = handle.request_id.encode()
     layout = handle.kv_layout.encode()
     header = _ASK.pack(
@@ -60,6 +73,7 @@ def pack_ask(handle: KVHandle, num_bytes: int) -> bytes:
         handle.num_tokens,
         handle.digest,
         num_bytes,
+        *part,
     )
     return header + request_id + handle.secret + layout
 
@@ -81,7 +95,7 @@ def unpack_ask(data: object, address: str) -> Ask:
     """
     if not isinstance(data, bytes) or len(data) < _ASK.size:
         raise KVUnavailable("not a KV request")
-    magic, version, id_size, secret_size, layout_size, num_tokens, digest, num_bytes = (
+    magic, version, id_size, secret_size, layout_size, num_tokens, digest, num_bytes, *part = (
         _ASK.unpack_from(data)
     )
     if magic != _MAGIC or version != _VERSION:
@@ -95,6 +109,8 @@ def unpack_ask(data: object, address: str) -> Ask:
         and 0 < num_bytes <= _MAX_KV_BYTES
     ):
         raise KVUnavailable("a KV request with a length beyond its limit")
+    if any(part) and not (part[1] and part[3]):
+        raise KVUnavailable("a KV request for no layers or no heads")
     start = _ASK.size
     request_id = data[start : start + id_size]
     secret = data[start + id_size : start + id_size + secret_size]
@@ -110,7 +126,7 @@ def unpack_ask(data: object, address: str) -> Ask:
         )
     except UnicodeDecodeError:
         raise KVUnavailable("a KV request with a malformed name") from None
-    return Ask(handle, num_bytes)
+    return Ask(handle, num_bytes, Shard(*part) if any(part) else None)
 
 
 def pack_answer(answer: Answer) -> bytes:
@@ -119,14 +135,15 @@ def pack_answer(answer: Answer) -> bytes:
     status = _RAW if answer.is_raw else _MESSAGES
     if answer.reason is not None:
         status = _REFUSED
-    return _ANSWER.pack(_MAGIC, _VERSION, status, answer.num_bytes, len(reason)) + reason
+    header = (_MAGIC, _VERSION, status, answer.num_bytes, answer.digest, len(reason))
+    return _ANSWER.pack(*header) + reason
 
 
 def unpack_answer(data: object) -> Answer:
     """Read an answer; KVUnavailable when it is none."""
     if not isinstance(data, bytes) or len(data) < _ANSWER.size:
         raise KVUnavailable("the peer does not serve KV")
-    magic, version, status, num_bytes, reason_size = _ANSWER.unpack_from(data)
+    magic, version, status, num_bytes, digest, reason_size = _ANSWER.unpack_from(data)
     well_formed = (
         magic == _MAGIC
         and version == _VERSION
@@ -138,4 +155,4 @@ def unpack_answer(data: object) -> Answer:
         raise KVUnavailable("a malformed answer to a KV request")
     if status == _REFUSED:
         return Answer(reason=data[_ANSWER.size :].decode(errors="replace"))
-    return Answer(num_bytes, status == _RAW)
+    return Answer(num_bytes, status == _RAW, digest)

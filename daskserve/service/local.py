@@ -6,7 +6,7 @@ import logging
 import os
 import signal
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from multiprocessing import resource_tracker
 from typing import Any
 
@@ -15,6 +15,7 @@ from distributed.diagnostics.plugin import WorkerPlugin
 
 from daskserve.config import ServiceSettings
 from daskserve.core.instance import EngineConfig, Role
+from daskserve.core.placement import Parallelism
 from daskserve.errors import ConfigError
 
 _HOST = "127.0.0.1"
@@ -24,7 +25,12 @@ WORKER_TTL = "30s"
 _TTL_LOOK_S = 1.0
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
+# When a rank dies torch's C++ prints a stack trace per connection; our errors say who it was.
+_QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
+
 Cores = Sequence[Sequence[int]] | str | None
+Instances = int | Sequence[Parallelism]
+"""How many instances of one worker each, or the shape of every instance."""
 
 
 class CoreAffinity(WorkerPlugin):
@@ -67,7 +73,7 @@ class OwnCluster(SpecCluster):
 
 
 def local_cluster(
-    instances: dict[Role, int],
+    instances: Mapping[Role, Instances],
     config: EngineConfig,
     settings: ServiceSettings,
     cores: Cores,
@@ -80,9 +86,9 @@ def local_cluster(
     Parameters
     ----------
     instances
-        How many of each role.
+        How many of each role, or their shapes; every rank is a process.
     cores
-        ``"auto"`` shares this process's cores out, a list gives each instance its own (prefill
+        ``"auto"`` shares this process's cores out, a list gives each rank its own (prefill
         first, then decode, then colocated), None binds to none.
     asynchronous
         For use inside a running event loop.
@@ -92,18 +98,24 @@ def local_cluster(
     ConfigError
         Nothing to start, or a list of cores that does not match.
     """
-    roles = [role for role in Role for _ in range(instances.get(role, 0))]
-    has_prefill, has_decode = Role.PREFILL in roles, Role.DECODE in roles
-    if not roles or has_prefill != has_decode:
+    shapes = [(role, shape) for role in Role for shape in _shapes(instances.get(role, 0))]
+    roles = {role for role, _ in shapes}
+    if not roles or (Role.PREFILL in roles) != (Role.DECODE in roles):
+        counts = {role: len(_shapes(instances.get(role, 0))) for role in Role}
         raise ConfigError(
             "an own cluster needs prefill and decode instances, or colocated ones; asked for "
-            + ", ".join(f"{role.value.lower()}={instances.get(role, 0)}" for role in Role)
+            + ", ".join(f"{role.value.lower()}={count}" for role, count in counts.items())
         )
+    ranks = [
+        (role, _place(f"{role.value.lower()}-{index}", shape, rank))
+        for index, (role, shape) in enumerate(shapes)
+        for rank in range(shape.num_gpus)
+    ]
     workers = {
-        f"{role.value.lower()}-{index}": _worker(role, config, settings, own_cores)
-        for index, (role, own_cores) in enumerate(
-            zip(roles, _share(cores, len(roles)), strict=True)
+        f"{place['instance']}.{place['number']}" if place["number"] else place["instance"]: _worker(
+            role, config, settings, own_cores, place
         )
+        for (role, place), own_cores in zip(ranks, _share(cores, len(ranks)), strict=True)
     }
     scheduler = {
         "cls": Scheduler,
@@ -145,21 +157,41 @@ def num_slots(role: Role, config: EngineConfig, settings: ServiceSettings) -> in
     return config.max_batch_size + settings.prefill_slots
 
 
+def _shapes(instances: Instances) -> Sequence[Parallelism]:
+    return (Parallelism(),) * instances if isinstance(instances, int) else instances
+
+
+def _place(instance: str, shape: Parallelism, rank: int) -> dict[str, Any]:
+    """The section ``daskserve.rank`` of a worker's configuration."""
+    return {
+        "instance": instance,
+        "number": rank,
+        "tensor-parallel": shape.tp,
+        "pipeline-parallel": shape.pp,
+    }
+
+
 def _worker(
-    role: Role, config: EngineConfig, settings: ServiceSettings, cores: Sequence[int] | None
+    role: Role,
+    config: EngineConfig,
+    settings: ServiceSettings,
+    cores: Sequence[int] | None,
+    place: dict[str, Any],
 ) -> dict[str, Any]:
-    slots = num_slots(role, config, settings)
+    is_head = place["number"] == 0
+    slots = num_slots(role, config, settings) if is_head else 1
     num_threads = config.num_threads or (len(cores) if cores else os.cpu_count() or 1)
     return {
         "cls": Nanny,
         "options": {
             "host": _HOST,
             "nthreads": slots,
-            "resources": {role.value: slots},
+            "resources": {role.value: slots} if is_head else {},
+            "config": {"daskserve.rank": place},
             "memory_limit": 0,  # the KV pool is ours to watch, Dask would take it for a leak
             "dashboard": False,
             "dashboard_address": f"{_HOST}:0",
-            "env": dict.fromkeys(_THREAD_VARIABLES, str(num_threads)),
+            "env": dict.fromkeys(_THREAD_VARIABLES, str(num_threads)) | _QUIET,
             "plugins": (CoreAffinity(cores),) if cores else (),
             # Failed requests raise where they are awaited; what workers log of them, and of the
             # moment the cluster stops, is noise.

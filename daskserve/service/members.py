@@ -18,14 +18,17 @@ from daskserve.config import ServiceSettings
 from daskserve.core.instance import Role
 from daskserve.errors import ClusterError, DaskserveError, ModelError, NeverFits
 from daskserve.service.dispatch_state import DispatchState, InstanceState, Stage
+from daskserve.service.meetings import Meetings
 from daskserve.service.names import (
     ATTACH,
     CLOCK,
     DETACH,
     DISPATCH_PLUGIN,
+    FIND_GROUP,
     INSTANCE_PLUGIN,
     KEEP_KV,
     ONLINE,
+    OPEN_GROUP,
     REPORT,
     STATUS,
     role_of,
@@ -88,6 +91,7 @@ class Members:
         self._scheduler = scheduler
         self._settings = settings
         self._dispatch = dispatch
+        self._meetings = Meetings()
         self._reports: dict[str, Report] = {}
         self._clients: dict[str, str] = {}  # of every attached service
         self._absent_since: dict[str, float] = {}  # clients that are away
@@ -103,6 +107,8 @@ class Members:
                 ATTACH: self._attach,
                 DETACH: self._detach,
                 ONLINE: self._dispatch.online.serve,
+                OPEN_GROUP: self._meetings.open,
+                FIND_GROUP: self._meetings.find,
             }
         )
         self._scheduler.stream_handlers[REPORT] = self._on_report
@@ -123,13 +129,14 @@ class Members:
             return  # another service has come meanwhile
         self.stop()
         # The stream handler stays: a late report would otherwise cut a worker off.
-        for name in (STATUS, CLOCK, ATTACH, DETACH, ONLINE):
+        for name in (STATUS, CLOCK, ATTACH, DETACH, ONLINE, OPEN_GROUP, FIND_GROUP):
             self._scheduler.handlers.pop(name, None)
         self._scheduler.periodic_callbacks.pop(DISPATCH_PLUGIN, None)
         self._scheduler.remove_plugin(DISPATCH_PLUGIN)
 
     def forget(self, address: str) -> None:
         self._reports.pop(address, None)
+        self._meetings.forget(address)
 
     def clear(self) -> None:
         self._reports.clear()

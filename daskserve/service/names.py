@@ -18,6 +18,9 @@ CLOCK = "daskserve_clock"
 ATTACH = "daskserve_attach"
 DETACH = "daskserve_detach"
 
+OPEN_GROUP = "daskserve_open_group"
+FIND_GROUP = "daskserve_find_group"
+
 # Scheduler and worker handlers that open a `Link` for the online requests of a service.
 ONLINE = "daskserve_online"
 
@@ -30,6 +33,9 @@ KEEP_KV = "daskserve-keep-kv"
 
 # Worker handlers.
 LOAD = "daskserve_load"
+PIN_KV = "daskserve_pin_kv"
+PULL_KV = "daskserve_pull_kv"
+RELEASE_KV = "daskserve_release_kv"
 
 _PREFILL, _DECODE = "prefill-", "decode-"
 

@@ -22,7 +22,7 @@ from daskserve.errors import ClusterError, ConfigError
 from daskserve.models.catalog import resolve
 from daskserve.service.connection import AddressedInstance, Connection
 from daskserve.service.graph import submit_graph
-from daskserve.service.local import Cores, local_cluster, own_cluster_config
+from daskserve.service.local import Cores, Instances, local_cluster, own_cluster_config
 from daskserve.service.online import OnlineRequests
 from daskserve.service.requests import Prompt, RequestMaker
 from daskserve.service.token_stream import TokenListener, TokenStream
@@ -64,9 +64,9 @@ class Service:
     @classmethod
     def local(
         cls,
-        prefill: int = 1,
-        decode: int = 1,
-        colocated: int = 0,
+        prefill: Instances = 1,
+        decode: Instances = 1,
+        colocated: Instances = 0,
         config: EngineConfig | None = None,
         *,
         cores: Cores = "auto",
@@ -78,12 +78,13 @@ class Service:
         Parameters
         ----------
         prefill, decode, colocated
-            Instances of each role, one process each. Colocated ones serve alone:
+            Instances of each role, one process each; or their shapes, one process per rank:
+            ``prefill=[Parallelism(tp=2)]``. Colocated ones serve alone:
             ``Service.local(prefill=0, decode=0, colocated=2)``.
         config
             Engine of every instance.
         cores
-            ``"auto"`` shares the cores out, a list of lists gives each instance its own
+            ``"auto"`` shares the cores out, a list of lists gives each rank its own
             (prefill, decode, colocated), None binds to none.
         slo
             Limits that batches are measured against.

@@ -57,8 +57,8 @@ def test_a_closed_service_gives_the_memory_of_its_models_back(
 ):
     built, build = [], instance_plugin._build
 
-    def building(role, config):
-        instance = build(role, config)
+    def building(role, config, load):
+        instance = build(role, config, load)
         built.append(weakref.ref(instance))
         return instance
 

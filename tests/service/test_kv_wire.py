@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from daskserve.core.kv import KVHandle
+from daskserve.core.shards import Shard
 from daskserve.errors import KVUnavailable
 from daskserve.service.kv_wire import Answer, Ask, pack_answer, pack_ask, unpack_answer, unpack_ask
 
@@ -25,14 +26,24 @@ handles = st.builds(
 )
 
 
-@given(handles, st.integers(1, 2**40))
-def test_an_ask_is_read_back(handle: KVHandle, num_bytes: int):
-    assert unpack_ask(pack_ask(handle, num_bytes), "here") == Ask(handle, num_bytes)
+counts = st.integers(1, 2**16 - 1)
+shards = st.none() | st.builds(Shard, counts, counts, counts, counts)
+
+
+@given(handles, st.integers(1, 2**40), shards)
+def test_an_ask_is_read_back(handle: KVHandle, num_bytes: int, shard: Shard | None):
+    assert unpack_ask(pack_ask(handle, num_bytes, shard), "here") == Ask(handle, num_bytes, shard)
 
 
 @pytest.mark.parametrize(
     "answer",
-    [Answer(10, True), Answer(2**40, False), Answer(reason="no such KV"), Answer(reason="")],
+    [
+        Answer(10, True),
+        Answer(10, True, 2**64 - 1),
+        Answer(2**40, False),
+        Answer(reason="no such KV"),
+        Answer(reason=""),
+    ],
 )
 def test_an_answer_is_read_back(answer: Answer):
     assert unpack_answer(pack_answer(answer)) == answer

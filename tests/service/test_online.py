@@ -124,7 +124,7 @@ def test_closed_while_its_kv_is_pulled(attach, mock, is_idle, eventually, monkey
 
     pulling = []
 
-    async def slow_pull(self, handle, views) -> None:
+    async def slow_pull(self, handle, destination) -> None:
         pulling.append(handle)
         await asyncio.sleep(30)
 

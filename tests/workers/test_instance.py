@@ -19,6 +19,7 @@ from daskserve.errors import (
     RequestCancelled,
 )
 from daskserve.workers.instance import Instance
+from daskserve.workers.pulling import Destination
 
 
 class Pair:
@@ -28,10 +29,10 @@ class Pair:
         self.prefill, self.decode = prefill, decode
         self.before_copy: Callable[[KVHandle], object] = lambda handle: asyncio.sleep(0)
 
-    async def pull(self, handle: KVHandle, views: list[memoryview]) -> None:
+    async def pull(self, handle: KVHandle, destination: Destination) -> None:
         await self.before_copy(handle)
         data = b"".join(self.prefill.export(handle))
-        for view in views:
+        for view in destination.views:
             view[:], data = data[: view.nbytes], data[view.nbytes :]
         self.prefill.release(handle.request_id, handle.secret)
 
@@ -123,9 +124,9 @@ async def test_a_pull_that_fails_is_computed_again(fault, start, solo, make_requ
 async def test_damaged_or_incomplete_kv_is_not_believed(piece, pair, solo, make_request) -> None:
     copy = pair.pull
 
-    async def damaged(handle: KVHandle, views: list[memoryview]) -> None:
-        await copy(handle, views)
-        views[piece][piece] ^= 1
+    async def damaged(handle: KVHandle, destination: Destination) -> None:
+        await copy(handle, destination)
+        destination.views[piece][piece] ^= 1
 
     pair.pull = damaged
     request = make_request("r", 20, max_tokens=10)
@@ -223,12 +224,12 @@ async def test_pages_read_after_their_pin_ran_out_are_not_believed(
         start(Role.DECODE),
     )
 
-    async def slow_sender(handle: KVHandle, views: list[memoryview]) -> None:
+    async def slow_sender(handle: KVHandle, destination: Destination) -> None:
         sources = pair.prefill.export(handle)
         await pair.prefill.prefill(make_request("churn1", 20, max_tokens=2), "here")
         await asyncio.sleep(0.05)
         data = b"".join(sources)
-        for view in views:
+        for view in destination.views:
             view[:], data = data[: view.nbytes], data[view.nbytes :]
 
     pair.pull = slow_sender

@@ -1,0 +1,1 @@
+"""Instances of several ranks: tensor and pipeline parallel over torch.distributed."""

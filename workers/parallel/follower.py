@@ -1,0 +1,90 @@
+"""Any rank of an instance but the head: does what the head says, and keeps its part of the KV."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from daskserve.core.shards import Shard
+from daskserve.workers.forward import ForwardBatch
+from daskserve.workers.kv_digest import slice_digests
+from daskserve.workers.kv_pieces import piece_bytes, write_piece
+from daskserve.workers.kv_pool import KVPool
+from daskserve.workers.parallel.group import HEAD
+from daskserve.workers.parallel.stage import Stage
+from daskserve.workers.parallel.wire import ANSWERS, Order, OrderLine, unpack_batch
+
+Pieces = list[tuple[Shard, memoryview]]
+"""Layers and heads that were pulled, and their bytes."""
+
+
+class Follower:
+    """Serves on one thread; `keep` and `forget` may be called on any.
+
+    Parameters
+    ----------
+    stage
+        Of this rank.
+    """
+
+    def __init__(self, stage: Stage) -> None:
+        self.stage = stage
+        self.pool: KVPool | None = None
+        self._pulled: dict[int, Pieces] = {}
+        self._orders = OrderLine(stage.group)
+
+    def serve(self) -> None:
+        """Blocks until the head closes the group; InstanceLost when it breaks."""
+        try:
+            while self._obey(*self._orders.take()):
+                pass
+        except Exception as error:
+            raise self.stage.group.fail(error) from error
+        self.stage.group.close()
+
+    def keep(self, owner: int, pieces: Pieces) -> None:
+        """What was pulled for the pages of ``owner``, until the head says what to do with it.
+
+        Pages are written in the order of the steps only, so that nothing is written to pages
+        that the head has given to somebody else meanwhile.
+        """
+        self._pulled[owner] = pieces
+
+    def forget(self, owner: int) -> None:
+        """Drop what was kept; nothing if the head has settled it already."""
+        self._pulled.pop(owner, None)
+
+    def _obey(self, order: Order, numbers: np.ndarray) -> bool:
+        if order is Order.STEP:
+            self._step(unpack_batch(numbers))
+        elif order is Order.BIND:
+            self._bind(*numbers.tolist())
+        elif order is Order.BEAT:
+            self.stage.group.gather(self.stage.busy())
+        elif order is Order.DIGEST:
+            digests = slice_digests(self.pool, numbers)
+            self.stage.group.send(torch.from_numpy(digests.view(np.int64)), HEAD, ANSWERS)()
+        elif order is Order.PLACE:
+            self._place(int(numbers[0]), numbers[1:])
+        elif order is Order.DROP:
+            self.forget(int(numbers[0]))
+        return order is not Order.CLOSE
+
+    def _bind(self, num_blocks: int, block_size: int) -> None:
+        stage = self.stage
+        self.pool = KVPool(stage.shape, stage.dtype, num_blocks, block_size, stage.shard)
+        stage.bind(self.pool.pages)
+
+    def _place(self, owner: int, page_ids: np.ndarray) -> None:
+        for shard, data in self._pulled.pop(owner):
+            num_pages = data.nbytes // piece_bytes(self.pool, 1, shard)
+            write_piece(self.pool, page_ids[:num_pages], shard, data)
+
+    def _step(self, batch: ForwardBatch) -> None:
+        group = self.stage.group
+        answers = self.stage.run(batch)
+        if group.is_last:
+            logits = torch.empty(batch.num_rows, answers[0][1].shape[1])
+            for part, answer in answers:
+                logits[torch.from_numpy(part.rows)] = answer
+            group.send(logits, HEAD, ANSWERS)()

@@ -1,0 +1,61 @@
+"""The head's KV pool: the books of all ranks, which have the same pages, each its part of them."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from daskserve.core.placement import Parallelism
+from daskserve.core.shards import Shard
+from daskserve.workers.forward import ModelShape
+from daskserve.workers.kv_pool import KVPool
+from daskserve.workers.parallel.wire import Order
+
+
+class Ranks(Protocol):
+    """What the pool needs of the group."""
+
+    shape: ModelShape
+    dtype: torch.dtype
+    shard: Shard
+    parallelism: Parallelism
+    addresses: tuple[str, ...]
+
+    def digests(self, pool: KVPool, page_ids: Sequence[int]) -> np.ndarray:
+        """Of every layer and KV head of the model."""
+
+    def settle(self, order: Order, owner: int, page_ids: Sequence[int] = ()) -> None:
+        """Have the followers put what they pulled for ``owner`` into pages, or drop it."""
+
+
+class HeadPool(KVPool):
+    """Owns the pages of all ranks and holds the KV of the head's shard.
+
+    Parameters
+    ----------
+    ranks
+        The group.
+    num_blocks, block_size
+        As for `KVPool`.
+    """
+
+    def __init__(self, ranks: Ranks, num_blocks: int, block_size: int) -> None:
+        super().__init__(ranks.shape, ranks.dtype, num_blocks, block_size, ranks.shard)
+        self._ranks = ranks
+
+    @property
+    def home(self) -> dict[str, Any]:
+        shape = self._ranks.parallelism
+        return {"tp": shape.tp, "pp": shape.pp, "ranks": self._ranks.addresses}
+
+    def digests(self, page_ids: Sequence[int]) -> np.ndarray:
+        return self._ranks.digests(self, page_ids)
+
+    def end_pull(self, owner: Hashable, succeeded: bool) -> None:
+        if succeeded:
+            self._ranks.settle(Order.PLACE, owner, self.pages_of(owner))
+        else:
+            self._ranks.settle(Order.DROP, owner)

@@ -30,6 +30,7 @@ test-slow: $(VENV)/.dev
 # TORCH stands unquoted so that it may hold pip options, such as another index.
 $(VENV)/.engine: pyproject.toml Makefile
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "Installing PyTorch and the engine: some minutes, silently"
 	$(PIP) install $(TORCH)
 	$(PIP) install --editable ".[engine]"
 	touch $@

@@ -63,21 +63,26 @@ placement_options = options(
     ),
 )
 slo_options = options(
-    click.option("--slo-ttft", type=float, metavar="SECONDS", help="Limit on time to first token."),
-    click.option(
-        "--slo-tpot", type=float, metavar="SECONDS", help="Limit on time per output token."
-    ),
+    click.option("--slo-ttft", metavar="TIME", help="Limit on time to first token: 0.25 or 250ms."),
+    click.option("--slo-tpot", metavar="TIME", help="Limit on time per output token after it."),
 )
 
 
 def slo_of(given: dict[str, Any]) -> SLO | None:
     """From ``--slo-ttft`` and ``--slo-tpot`` (ConfigError)."""
-    ttft_s, tpot_s = given["slo_ttft"], given["slo_tpot"]
-    if ttft_s is None and tpot_s is None:
+    from daskserve.planner.command_inputs import seconds
+
+    texts = {"TTFT": given["slo_ttft"], "TPOT": given["slo_tpot"]}
+    if all(text is None for text in texts.values()):
         return None
-    if ttft_s is None or tpot_s is None:
-        raise ConfigError("--slo-ttft and --slo-tpot go together: a row must meet both")
-    return SLO(ttft_s=ttft_s, tpot_s=tpot_s)
+    if None in texts.values():
+        raise ConfigError("--slo-ttft and --slo-tpot go together: an answer must meet both")
+    limits = {}
+    for name, text in texts.items():
+        limits[name], warning = seconds(name, text)
+        if warning:
+            click.echo(warning, err=True)
+    return SLO(ttft_s=limits["TTFT"], tpot_s=limits["TPOT"])
 
 
 def check_placement(given: dict[str, Any]) -> None:

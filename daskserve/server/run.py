@@ -111,6 +111,8 @@ async def serve(
             if serving.done() or opening.exception():
                 server.should_exit = True
                 opening.cancel()
+            else:
+                print(f"{options.model} is loaded and served", file=sys.stderr)
             await asyncio.wait({opening, serving})
     finally:
         await frontend.close()

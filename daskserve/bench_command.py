@@ -33,7 +33,7 @@ _FAILED_REQUESTS = 3
 _INTERRUPTED = 130
 
 
-@click.command("bench")
+@click.command("bench", short_help="Put load on a server and measure it.")
 @target_options
 @load_options
 @slo_options

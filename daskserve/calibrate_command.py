@@ -13,7 +13,7 @@ NOT_TRUSTED = 3
 """Exit code when the fit is too bad to plan with."""
 
 
-@click.command("calibrate")
+@click.command("calibrate", short_help="Fit the planner to this machine.")
 @engine_options
 @click.option(
     "--threads",

@@ -62,7 +62,7 @@ _sampling_options = options(
 )
 
 
-@main.command("run-batch")
+@main.command("run-batch", short_help="Answer every row of a file; again to resume.")
 @click.option(
     "-i",
     "--input",
@@ -169,7 +169,7 @@ def _sampling(given: dict[str, Any]) -> SamplingParams:
     return SamplingParams(**{n: given[n] for n in names if given.get(n) not in (None, ())})
 
 
-@main.command("fetch-model")
+@main.command("fetch-model", short_help="Put a model into the cache.")
 @click.argument("name", default=DEFAULT_MODEL)
 def fetch_model_command(name: str) -> None:
     """Download or build a model into the cache and print its folder.
@@ -182,7 +182,7 @@ def fetch_model_command(name: str) -> None:
     click.echo(resolve(name))
 
 
-@main.command("profile-prefill")
+@main.command("profile-prefill", short_help="Measure L_m on this machine.")
 @engine_options
 @click.option(
     "--threads",

@@ -34,7 +34,7 @@ _MODEL_HELP = (
 )
 
 
-@click.command("plan")
+@click.command("plan", short_help="Find the placement for a workload and an SLO.")
 @click.option("--model", help=_MODEL_HELP)
 @click.option(
     "--gpus",
@@ -227,7 +227,7 @@ def _write_placement(answer: Plan, path: Path) -> None:
     click.echo(f"placement written to {path}")
 
 
-@click.command("simulate")
+@click.command("simulate", short_help="Tell what a placement would reach.")
 @click.argument("placement_path", metavar="PLACEMENT")
 @click.option("--model", help=f"{_MODEL_HELP}  [default: that of the placement]")
 @application_option

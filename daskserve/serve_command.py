@@ -21,7 +21,7 @@ from daskserve.config import settings
 from daskserve.core.instance import EngineConfig
 
 
-@click.command("serve")
+@click.command("serve", short_help="Serve the OpenAI API over HTTP.")
 @engine_options
 @click.option("--served-model-name", help="What clients call the model  [default: its own name]")
 @placement_options

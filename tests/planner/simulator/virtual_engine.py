@@ -24,7 +24,7 @@ from daskserve.workers.prefill import PrefillScheduler
 from daskserve.workers.sequence import Sequence
 
 SHAPE = ModelShape(
-    num_layers=1, num_kv_heads=1, head_dim=1, vocab_size=8, context_tokens=2**30,
+    num_layers=1, num_kv_heads=1, head_dim=2, vocab_size=8, context_tokens=2**30,
     eos_token_ids=frozenset(),
 )  # fmt: skip
 

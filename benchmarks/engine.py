@@ -54,7 +54,7 @@ def main() -> None:
 def _plan(quick: bool) -> dict:
     if quick:
         return {"batches": [1, 8], "tokens": 16, "rounds": 1, "rows": 6, "job_tokens": 12}
-    return {"batches": [1, 8, 32], "tokens": 32, "rounds": 3, "rows": 32, "job_tokens": 48}
+    return {"batches": [1, 8, 32], "tokens": 24, "rounds": 2, "rows": 12, "job_tokens": 24}
 
 
 def compare(dtype: str, threads: int, plan: dict, names: list[str], is_main: bool) -> list[dict]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,9 @@ ROOT = Path(__file__).resolve().parent.parent
 # The same examples in every run, and no failure because a shared machine was slow.
 settings.register_profile("daskserve", deadline=None, derandomize=True, database=None)
 settings.load_profile("daskserve")
+
+# A shell's job in the background ignores SIGINT, and so would every process that a test starts.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

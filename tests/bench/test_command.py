@@ -94,6 +94,7 @@ def test_an_earlier_run_is_judged_again_without_a_server(bench, tmp_path):
     assert out.splitlines()[-1].split()[3:] == ["100.0%"] * 3
 
 
+@pytest.mark.slow
 def test_the_goodput_of_what_runs_is_found_and_bounded_by_a_cap(bench):
     arguments = ["--find-goodput", "--rate", 40, "--max-rate", 60, "--duration", 1]
     lengths = ["--prompt-tokens", 10, "--output-tokens", 2]

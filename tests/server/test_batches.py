@@ -130,6 +130,7 @@ def test_expiry_ends_a_batch(client, eventually):
     assert codes == {"batch_expired"}
 
 
+@pytest.mark.slow
 def test_a_batch_goes_on_after_a_restart(server, alongside, tmp_path, eventually):
     given = {"state_folder": tmp_path / "state"}
     with alongside(server, **given) as first:

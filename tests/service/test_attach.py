@@ -69,6 +69,7 @@ def test_a_closed_service_gives_the_memory_of_its_models_back(
         eventually(lambda: [ref() for ref in built] == [None, None])
 
 
+@pytest.mark.slow
 def test_a_killed_driver_does_not_keep_the_workers(cluster, mock, monkeypatch, eventually):
     monkeypatch.setattr(members, "CLIENT_GRACE_S", 0.1)
     with cluster(prefill=1, decode=1) as own, Client(own) as client:

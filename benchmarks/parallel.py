@@ -204,10 +204,12 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--seconds", type=float, default=8.0, help="per figure")
+    parser.add_argument("--quick", action="store_true", help="3 seconds per figure: < 60 s")
     given = parser.parse_args()
+    seconds = 3.0 if given.quick else given.seconds
     config = EngineConfig(model=given.model, dtype=given.dtype, num_threads=1, rank_timeout_s=60)
-    figures = pipeline(config, given.seconds)
-    figures += asyncio.run(reshard(given.seconds))
+    figures = pipeline(config, seconds)
+    figures += asyncio.run(reshard(seconds))
     print(json.dumps(figures))
 
 

@@ -31,6 +31,7 @@ def found():
     return ablation(request(), Parallelism(1), DistServeA100("vllm"))
 
 
+@pytest.mark.slow
 def test_each_idea_adds_goodput(found):
     rates = found.table["rate_per_gpu"]
     assert tuple(found.table["system"].values) == SYSTEMS
@@ -41,6 +42,7 @@ def test_each_idea_adds_goodput(found):
     assert "DistServe-High" in found._repr_html_()
 
 
+@pytest.mark.slow
 def test_systems_are_swept_per_gpu_over_rates_and_scales(found):
     shares = sweep(
         CHAT.all_lengths(), found.deployments, CHAT.slo, [0.5, 8.0], slo_scales=[0.5, 1.0, 1.5],
@@ -54,6 +56,7 @@ def test_systems_are_swept_per_gpu_over_rates_and_scales(found):
     assert not np.isnan(attainment).any()
 
 
+@pytest.mark.slow
 def test_gpus_of_other_systems_are_refused(found):
     with pytest.raises(InvalidParameter, match="num_gpus"):
         sweep(CHAT.all_lengths(), found.deployments, CHAT.slo, [1.0], num_gpus={"vLLM": 1})

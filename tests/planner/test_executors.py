@@ -58,7 +58,9 @@ def check_same(here, there):
     assert np.isfinite(here[2]["attainment"]).all()
 
 
-@pytest.mark.parametrize("workers", [1, 2, 5])
+@pytest.mark.parametrize(
+    "workers", [2, pytest.param(1, marks=pytest.mark.slow), pytest.param(5, marks=pytest.mark.slow)]
+)
 def test_a_dask_client_with_any_number_of_workers(here, workers):
     with (
         LocalCluster(n_workers=workers, processes=False, **LOOPBACK) as cluster,

@@ -197,6 +197,7 @@ def test_an_engine_that_fails_ends_the_stream_with_an_error(serve, mock, eventua
         eventually(server.is_idle, 3)
 
 
+@pytest.mark.slow
 def test_a_silent_stream_is_kept_alive_by_comments(serve, mock, limits):
     asked = {**TEXT, "stream": True}
     slow, often = mock(mock_prefill_s=0.4), limits(ping_interval_s=0.1)

@@ -113,6 +113,7 @@ def test_an_expired_lease_is_computed_again(attach, mock, colocated: Service, is
         eventually(lambda: is_idle(service))
 
 
+@pytest.mark.slow
 def test_leases_are_renewed_while_their_decode_waits(attach, mock):
     config = mock(num_kv_blocks=24, kv_lease_s=0.4, mock_decode_s=0.01)
     with (

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from daskserve.command_options import engine_options
+from daskserve.command_options import engine_options, threads_option
 from daskserve.core.instance import EngineConfig
 
 NOT_TRUSTED = 3
@@ -15,12 +15,7 @@ NOT_TRUSTED = 3
 
 @click.command("calibrate", short_help="Fit the planner to this machine.")
 @engine_options
-@click.option(
-    "--threads",
-    type=click.IntRange(1),
-    help="Threads of one instance; on 2 cores 1 for --prefill 1 --decode 1, 2 for "
-    "--colocated 1  [default: all cores]",
-)
+@threads_option
 @click.option("--quick", is_flag=True, help="Fewer points and repeats: less than a minute.")
 @click.option(
     "-o",

@@ -22,6 +22,7 @@ from daskserve.command_options import (
     placement_options,
     slo_of,
     slo_options,
+    threads_option,
 )
 from daskserve.core.instance import EngineConfig
 from daskserve.core.params import SamplingParams
@@ -184,12 +185,7 @@ def fetch_model_command(name: str) -> None:
 
 @main.command("profile-prefill", short_help="Measure L_m on this machine.")
 @engine_options
-@click.option(
-    "--threads",
-    type=click.IntRange(1),
-    help="Threads of one instance; on 2 cores 1 for --prefill 1 --decode 1, 2 for "
-    "--colocated 1  [default: all cores]",
-)
+@threads_option
 def profile_prefill_command(model: str, dtype: str, threads: int | None) -> None:
     """Measure L_m, the prompt tokens per step beyond which prefill gains nothing.
 

@@ -42,6 +42,12 @@ engine_options = options(
         help="float32 gives the tokens of transformers' generate; bfloat16 is faster.",
     ),
 )
+threads_option = click.option(
+    "--threads",
+    type=click.IntRange(1),
+    help="Threads of one instance; on 2 cores 1 for --prefill 1 --decode 1, 2 for "
+    "--colocated 1  [default: all cores]",
+)
 placement_options = options(
     click.option(
         "--placement",

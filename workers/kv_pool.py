@@ -15,6 +15,7 @@ import torch
 
 from daskserve.core.kv import blocks_for
 from daskserve.core.shards import Shard
+from daskserve.errors import ConfigError
 from daskserve.workers.forward import ModelShape
 from daskserve.workers.kv_digest import slice_digests
 
@@ -68,6 +69,12 @@ class KVPool:
     ) -> None:
         self.shard = shard = shard or shape.whole
         head_dim = shape.head_dim
+        head_bytes = block_size * head_dim * dtype.itemsize
+        if head_bytes % 8:
+            raise ConfigError(
+                f"block_size={block_size} gives {head_bytes} bytes per KV head in a block; must be"
+                " a multiple of 8"
+            )
         size = (num_blocks + 1, shard.num_layers, 2, shard.num_heads, block_size, head_dim)
         self.pages = torch.zeros(size, dtype=dtype)
         self.num_blocks = num_blocks

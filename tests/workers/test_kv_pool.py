@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from daskserve.errors import ConfigError
 from daskserve.workers.forward import ModelShape
 from daskserve.workers.kv_digest import kv_digest
 from daskserve.workers.kv_pool import AccountingError, KVPool, kv_layout
@@ -153,3 +154,9 @@ def test_layout_names_all_that_must_agree() -> None:
         kv_layout("m", ModelShape(2, 3, 8, 100, 256, frozenset()), torch.float32, 16),
     }
     assert len(others | {base}) == 5
+
+
+def test_blocks_that_cannot_be_digested_are_refused() -> None:
+    odd = ModelShape(2, 3, 1, 100, 256, frozenset())
+    with pytest.raises(ConfigError, match="block_size=3 gives 12 bytes"):
+        KVPool(odd, torch.float32, BLOCKS, block_size=3)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 from uuid import uuid4
@@ -22,7 +23,9 @@ from daskserve.service.names import (
     ATTACH,
     CLOCK,
     DETACH,
+    DRAIN,
     LOAD,
+    RESUME,
     STATUS,
 )
 
@@ -114,6 +117,16 @@ class Connection:
             msg={"op": LOAD}, workers=[i.address for i in self.instances], on_error="ignore"
         )
         return {a: InstanceLoad(**counters) for a, counters in answers.items() if counters}
+
+    async def drain(self, instances: Sequence[str]) -> dict[str, bool]:
+        """Have instances get nothing new; whether each is drained by now."""
+        self.check()
+        return await self._rpc(DRAIN, instances=list(instances))
+
+    async def resume(self, instance: str) -> None:
+        """Have an instance take requests again."""
+        self.check()
+        await self._rpc(RESUME, instance=instance)
 
     async def close(self) -> None:
         """Leave the scheduler; the last service takes the plugins, and so the models, with it."""

@@ -65,8 +65,8 @@ class DispatchPlugin(SchedulerPlugin):
         self._doomed: list[tuple[str, DaskserveError]] = []  # keys to fail
         self._is_pump_due = False
         self._has_complained = False
-        self.members = Members(scheduler, self._settings, self)
         self.online = OnlineDispatch(scheduler, self._settings, self)
+        self.members = Members(scheduler, self._settings, self)
         self._reset()
         self.members.start()
 

@@ -111,7 +111,7 @@ class DispatchCheck:
         count = len(instance.bound) - mine
         on_probation = instance.on_probation not in (None, stage)
         return (
-            instance.is_accepting
+            instance.is_open
             and address not in stage.shunned
             and not (stage.is_suspect and on_probation)
             and count < instance.slots

@@ -14,6 +14,7 @@ from sortedcontainers import SortedDict
 
 from daskserve.core.instance import Role
 from daskserve.core.kv import blocks_for
+from daskserve.errors import InvalidParameter
 from daskserve.scheduling.batching import NONE
 from daskserve.scheduling.routing import least_loaded, shortest_queue
 
@@ -41,9 +42,16 @@ class InstanceState:
     """KV blocks of what is bound; on a prefill instance also of finished KV that still waits."""
     is_accepting: bool = True
     """False while Dask gives its worker no tasks (paused, or closing)."""
+    is_draining: bool = False
+    """True while it gets nothing new and finishes what it has, see `DispatchState.drain`."""
     on_probation: Stage | None = None
     """The one bound stage, if any, that was on an instance when it was lost."""
     bound: dict[str, Stage] = field(default_factory=dict)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it may be chosen at all."""
+        return self.is_accepting and not self.is_draining
 
 
 @dataclass(slots=True, eq=False)
@@ -133,6 +141,64 @@ class DispatchState:
             if is_loss:
                 self._suspect(stage, instance, now)
 
+    def drain(self, address: str) -> None:
+        """An instance is chosen for nothing new until `resume`; what it has runs to its end.
+
+        Raises
+        ------
+        InvalidParameter
+            No such instance is ready.
+        """
+        self._ready(address).is_draining = True
+
+    def is_drained(self, address: str) -> bool:
+        """Whether an instance gets nothing new, runs nothing and holds no KV that is waited for.
+
+        True too for one that is gone. KV that is on its way to a decode instance just now does
+        not count here: `InstanceLoad.num_holding` of the instance itself tells.
+        """
+        instance = self.instances.get(address)
+        if instance is None:
+            return True
+        is_idle = not instance.bound and all(
+            home is not instance for home, _ in self._held.values()
+        )
+        return instance.is_draining and is_idle
+
+    def resume(self, address: str, role: Role | None = None, slots: int | None = None) -> None:
+        """An instance takes requests again, or for the first time those of another role.
+
+        Parameters
+        ----------
+        role
+            None keeps it; another one needs an instance that is drained.
+        slots
+            Most stages at once from now on; None keeps the number.
+
+        Raises
+        ------
+        InvalidParameter
+            No such instance is ready, or it is not drained and the role is another one.
+        """
+        instance = self._ready(address)
+        if role is not None and role is not instance.role:
+            if not self.is_drained(address):
+                limit = f"is for drained instances; {address} still works as {instance.role.value}"
+                raise InvalidParameter("role", role.value, limit)
+            self._by_role[instance.role].remove(instance)
+            self._by_role[role].append(instance)
+            instance.role = role
+        if slots is not None:
+            instance.slots = slots
+        instance.is_draining = False
+
+    def _ready(self, address: str) -> InstanceState:
+        instance = self.instances.get(address)
+        if instance is None:
+            known = ", ".join(sorted(self.instances)) or "none"
+            raise InvalidParameter("instance", address, f"must be one that is ready: {known}")
+        return instance
+
     def _suspect(self, stage: Stage, instance: InstanceState, now: float) -> None:
         stage.losses += 1
         has_many = stage.losses >= self._max_losses
@@ -211,7 +277,8 @@ class DispatchState:
         held = [(home, blocks) for home, blocks in self._held.values() if home.role is role]
         return {
             "ready": len(instances),
-            "accepting": sum(instance.is_accepting for instance in instances),
+            "accepting": sum(instance.is_open for instance in instances),
+            "draining": sum(instance.is_draining for instance in instances),
             "waiting": self.num_waiting(role),
             "waiting_prompt_tokens": self._waiting_tokens[role],
             "running": sum(len(instance.bound) for instance in instances),
@@ -231,7 +298,7 @@ class DispatchState:
         """
         suspect = next(iter(self._suspects[role].values()), None)
         if suspect is not None:
-            free = [i for i in self._by_role[role] if i.on_probation is None and i.is_accepting]
+            free = [i for i in self._by_role[role] if i.on_probation is None and i.is_open]
             chosen = choose(suspect, free)
             if chosen is not None:
                 return self._bind(suspect, chosen, now)
@@ -279,7 +346,7 @@ class DispatchState:
 
 def choose(stage: Stage, candidates: list[InstanceState]) -> InstanceState | None:
     """The instance for a stage among those with room; None when none has any."""
-    candidates = [i for i in candidates if i.is_accepting and i.address not in stage.shunned]
+    candidates = [i for i in candidates if i.is_open and i.address not in stage.shunned]
     if stage.role is Role.PREFILL:
         roomy = [
             i

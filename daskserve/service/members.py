@@ -18,6 +18,7 @@ from daskserve.config import ServiceSettings
 from daskserve.core.instance import Role
 from daskserve.errors import ClusterError, DaskserveError, ModelError, NeverFits
 from daskserve.service.dispatch_state import DispatchState, InstanceState, Stage
+from daskserve.service.draining import Draining
 from daskserve.service.meetings import Meetings
 from daskserve.service.names import (
     ATTACH,
@@ -92,6 +93,17 @@ class Members:
         self._settings = settings
         self._dispatch = dispatch
         self._meetings = Meetings()
+        self._draining = Draining(scheduler, dispatch)
+        self._handlers = {
+            STATUS: self._status,
+            CLOCK: self._clock,
+            ATTACH: self._attach,
+            DETACH: self._detach,
+            ONLINE: dispatch.online.serve,
+            OPEN_GROUP: self._meetings.open,
+            FIND_GROUP: self._meetings.find,
+            **self._draining.handlers,
+        }
         self._reports: dict[str, Report] = {}
         self._clients: dict[str, str] = {}  # of every attached service
         self._absent_since: dict[str, float] = {}  # clients that are away
@@ -100,17 +112,7 @@ class Members:
         self._tick_callback = PeriodicCallback(self._tick, _TICK_S * 1000)
 
     def start(self) -> None:
-        self._scheduler.handlers.update(
-            {
-                STATUS: self._status,
-                CLOCK: self._clock,
-                ATTACH: self._attach,
-                DETACH: self._detach,
-                ONLINE: self._dispatch.online.serve,
-                OPEN_GROUP: self._meetings.open,
-                FIND_GROUP: self._meetings.find,
-            }
-        )
+        self._scheduler.handlers.update(self._handlers)
         self._scheduler.stream_handlers[REPORT] = self._on_report
         self._scheduler.periodic_callbacks[DISPATCH_PLUGIN] = self._tick_callback
         self._tick_callback.start()
@@ -129,7 +131,7 @@ class Members:
             return  # another service has come meanwhile
         self.stop()
         # The stream handler stays: a late report would otherwise cut a worker off.
-        for name in (STATUS, CLOCK, ATTACH, DETACH, ONLINE, OPEN_GROUP, FIND_GROUP):
+        for name in self._handlers:
             self._scheduler.handlers.pop(name, None)
         self._scheduler.periodic_callbacks.pop(DISPATCH_PLUGIN, None)
         self._scheduler.remove_plugin(DISPATCH_PLUGIN)
@@ -137,6 +139,7 @@ class Members:
     def forget(self, address: str) -> None:
         self._reports.pop(address, None)
         self._meetings.forget(address)
+        self._draining.forget(address)
 
     def clear(self) -> None:
         self._reports.clear()
@@ -154,6 +157,7 @@ class Members:
                 "config_id": report.config_id,
                 "info": report.info,
                 "error": report.error,
+                "is_draining": self._is_draining(address),
             }
             for address, report in self._reports.items()
         ]
@@ -163,6 +167,10 @@ class Members:
             "instances": instances,
             "dispatch": self._dispatch.describe(),
         }
+
+    def _is_draining(self, address: str) -> bool:
+        instance = self._dispatch.state.instances.get(address)
+        return instance is not None and instance.is_draining
 
     async def _clock(self) -> float:
         return time.monotonic()
@@ -189,6 +197,7 @@ class Members:
                     slots=said.slots,
                     num_blocks=said.info["num_kv_blocks"],
                     block_size=said.info["block_size"],
+                    is_draining=self._draining.is_leaving(worker),
                 )
             )
         self._dispatch.wake()

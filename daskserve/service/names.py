@@ -18,6 +18,9 @@ CLOCK = "daskserve_clock"
 ATTACH = "daskserve_attach"
 DETACH = "daskserve_detach"
 
+DRAIN = "daskserve_drain"
+RESUME = "daskserve_resume"
+
 OPEN_GROUP = "daskserve_open_group"
 FIND_GROUP = "daskserve_find_group"
 

@@ -7,6 +7,7 @@ import random
 import pytest
 
 from daskserve.core.instance import Role
+from daskserve.errors import InvalidParameter
 from daskserve.service.dispatch_state import DispatchState, InstanceState, Stage
 
 BLOCK = 16
@@ -83,6 +84,74 @@ def test_an_instance_that_takes_no_tasks_is_passed_over():
     state.instances["w0"].is_accepting = False
     arrive(state, Role.DECODE, BLOCK)
     assert bind_all(state, Role.DECODE) == [("s0", "w1")]
+
+
+def test_a_draining_instance_gets_nothing_and_finishes_what_it_has():
+    state = state_with(Role.DECODE, 9, 9)
+    arrive(state, Role.DECODE, BLOCK, BLOCK)
+    bind_all(state, Role.DECODE)
+    state.drain("w0")
+    assert not state.is_drained("w0")
+    arrive(state, Role.DECODE, BLOCK, BLOCK, name="later")
+    assert bind_all(state, Role.DECODE) == [("later0", "w1"), ("later1", "w1")]
+    assert state.counters(Role.DECODE)["draining"] == 1
+    assert state.counters(Role.DECODE)["accepting"] == 1
+    state.leave("s0")
+    assert state.is_drained("w0") and not state.is_drained("w1")
+
+
+def test_no_suspect_is_tried_on_a_draining_instance():
+    state = state_with(Role.DECODE, 100)
+    arrive(state, Role.DECODE, BLOCK)
+    bind_all(state, Role.DECODE)
+    lose(state, Role.DECODE, "w0", now=0.1)
+    state.drain("after-w0")
+    assert bind_all(state, Role.DECODE, now=0.2) == []
+    state.resume("after-w0")
+    assert bind_all(state, Role.DECODE, now=0.3) == [("s0", "after-w0")]
+
+
+def test_finished_kv_that_waits_keeps_a_prefill_instance_from_being_drained():
+    state = state_with(Role.PREFILL, 9)
+    arrive(state, Role.PREFILL, BLOCK)
+    bind_all(state, Role.PREFILL)
+    state.leave("s0")
+    state.hold("s0", "w0", BLOCK)
+    state.drain("w0")
+    assert not state.is_drained("w0")
+    state.let_go("s0")
+    assert state.is_drained("w0")
+
+
+def test_an_idle_instance_that_was_not_told_to_drain_is_not_drained_and_a_lost_one_is():
+    state = state_with(Role.DECODE, 9)
+    assert not state.is_drained("w0")
+    state.remove_instance("w0", is_loss=True, now=0.0)
+    assert state.is_drained("w0")
+
+
+def test_a_drained_instance_takes_another_role():
+    state = state_with(Role.DECODE, 9, 9)
+    state.drain("w0")
+    state.resume("w0", Role.PREFILL, slots=2)
+    arrive(state, Role.PREFILL, BLOCK, BLOCK, BLOCK)
+    assert bind_all(state, Role.PREFILL) == [("s0", "w0"), ("s1", "w0")]
+    arrive(state, Role.DECODE, BLOCK, name="d")
+    assert bind_all(state, Role.DECODE) == [("d0", "w1")]
+
+
+def test_a_role_changes_only_when_nothing_of_the_old_one_is_left():
+    state = state_with(Role.DECODE, 9)
+    arrive(state, Role.DECODE, BLOCK)
+    bind_all(state, Role.DECODE)
+    for address in ("w0", "w7"):
+        with pytest.raises(InvalidParameter, match=address):
+            state.resume(address, Role.PREFILL)
+    state.drain("w0")
+    with pytest.raises(InvalidParameter, match="still works as DECODE"):
+        state.resume("w0", Role.PREFILL)
+    with pytest.raises(InvalidParameter, match="must be one that is ready: w0"):
+        state.drain("w7")
 
 
 def test_a_rerun_keeps_its_place_in_line():

@@ -305,6 +305,7 @@ def test_status_says_what_every_role_does(tight: Service, is_idle, eventually):
     assert decode == {
         "ready": 1,
         "accepting": 1,
+        "draining": 0,
         "waiting": 0,
         "waiting_prompt_tokens": 0,
         "running": 1,

@@ -82,15 +82,16 @@ class Draining:
     async def _are_idle(self, addresses: Iterable[str]) -> dict[str, bool]:
         """What instances say that the books take for drained."""
         known = [a for a in addresses if a in self._dispatch.state.instances]
-        counters = await asyncio.gather(*map(self._counters, known))
-        at_work = {a: any(c.get(name) for name in _AT_WORK) for a, c in zip(known, counters)}
-        return {address: not at_work.get(address, False) for address in addresses}
+        at_work = await asyncio.gather(*map(self._is_at_work, known))
+        busy = {address for address, is_busy in zip(known, at_work, strict=True) if is_busy}
+        return {address: address not in busy for address in addresses}
 
-    async def _counters(self, address: str) -> dict[str, Any]:
+    async def _is_at_work(self, address: str) -> bool:
         """An instance that does not answer is taken to be at work: ask again."""
         try:
             async with asyncio.timeout(_ASK_TIMEOUT_S):
-                return await getattr(self._scheduler.rpc(address), LOAD)()
+                counters = await getattr(self._scheduler.rpc(address), LOAD)()
+                return any(counters.get(name) for name in _AT_WORK)
         except (OSError, TimeoutError) as error:
             logger.debug("%s does not say whether it is drained: %r", address, error)
-            return {"num_running": 1}
+            return True

@@ -227,14 +227,15 @@ class Service:
         -------
         dict
             ``workers``: role by address of every worker with one. ``instances``: a list of
-            ``address, status, role, slots, config_id, info, error, is_draining``, where
-            ``status`` is "loading", "ready" or "failed". ``dispatch``: among others ``roles``, which has for
+            ``address, status, role, slots, config_id, info, error, is_draining``, where ``status``
+            is "loading", "ready" or "failed". ``dispatch``: among others ``roles``, which has for
             each of PREFILL, DECODE and COLOCATED the numbers of ``ready``, ``accepting`` and
-            ``draining`` instances; of requests ``waiting`` for one (with ``waiting_prompt_tokens``) and
-            ``running`` on one (of so many ``slots``), futures and streams together; of requests
-            whose KV is ``held`` (in ``held_kv_blocks``) on a prefill instance; and the KV blocks
-            booked, ``used_kv_blocks`` of ``total_kv_blocks``: what requests may grow to, held
-            ones included. `load` tells what instances use at this moment.
+            ``draining`` instances; of requests ``waiting`` for one (with
+            ``waiting_prompt_tokens``) and ``running`` on one (of so many ``slots``), futures and
+            streams together; of requests whose KV is ``held`` (in ``held_kv_blocks``) on a prefill
+            instance; and the KV blocks booked, ``used_kv_blocks`` of ``total_kv_blocks``: what
+            requests may grow to, held ones included. `load` tells what instances use at this
+            moment.
         """
         return self.client.sync(self._connection.refresh)
 

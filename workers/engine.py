@@ -113,6 +113,7 @@ class Engine:
         self._sequences: dict[str, Sequence] = {}
         self._num_steps = 0
         self._num_finished = 0
+        self._num_tokens = 0
         runner.bind(pool.pages)
 
     @property
@@ -264,6 +265,7 @@ class Engine:
             free_kv_blocks=self.pool.num_free,
             num_steps=self._num_steps,
             num_finished=self._num_finished,
+            num_tokens=self._num_tokens,
             bubble_share=self.runner.bubble_share,
         )
 
@@ -296,6 +298,7 @@ class Engine:
         if step.decode is not None:
             running = list(step.decode.sequences)
             num_running = len(running)
+            self._num_tokens += num_running
             step.decode.advance(tokens[:num_running])
             for row, (sequence, token_id) in enumerate(zip(running, token_ids, strict=False)):
                 sequence.num_computed += 1
@@ -304,6 +307,7 @@ class Engine:
             sequence = chunk.sequence
             is_last = chunk.is_last
             sequence.num_computed += chunk.num_tokens
+            self._num_tokens += chunk.num_tokens
             if is_last and self._accept(sequence, token_ids[row], now, values.get(row)):
                 self._prompt_computed(sequence)
 

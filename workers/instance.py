@@ -29,6 +29,8 @@ logger = logging.getLogger(__name__)
 
 OnToken = Callable[[TokenDelta], None]
 """Called on the event loop for every new token."""
+OnOutcome = Callable[[Completion | Prefilled | DaskserveError], None]
+"""Called on the event loop with what became of every request that somebody waits for."""
 
 
 @dataclass(slots=True, eq=False)
@@ -61,6 +63,7 @@ class Instance:
         self._engine: Engine | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._lost = ""  # why the instance takes no more requests
+        self.on_outcome: OnOutcome = lambda outcome: None
         self._waiters: set[_Waiter] = set()
 
     def start(self) -> None:
@@ -268,7 +271,9 @@ class Instance:
             waiter.pull_task.cancel()
         if waiter.result.done():
             self._release_unclaimed(payload)
-        elif isinstance(payload, DaskserveError):
+            return
+        self.on_outcome(payload)
+        if isinstance(payload, DaskserveError):
             waiter.result.set_exception(payload)
         else:
             waiter.result.set_result(payload)

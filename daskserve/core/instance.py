@@ -118,6 +118,8 @@ class InstanceLoad:
     free_kv_blocks: int = 0
     num_steps: int = 0
     num_finished: int = 0
+    num_tokens: int = 0
+    """Prompt and output tokens computed so far."""
     bubble_share: float = 0.0
     """Of the steps' time, how much the pipeline stages waited for each other; a rank reports it
     every few seconds."""

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 from uuid import uuid4
 
@@ -14,7 +14,9 @@ from distributed import Client
 
 from daskserve.config import ServiceSettings
 from daskserve.core.instance import EngineConfig, InstanceInfo, InstanceLoad, Role
+from daskserve.core.slo import SLO
 from daskserve.errors import ClusterError, ModelError
+from daskserve.observe import Snapshot
 from daskserve.service.clock import clock_offset_s
 from daskserve.service.dispatch import DispatchPlugin
 from daskserve.service.instance_plugin import InstancePlugin, config_id
@@ -25,6 +27,7 @@ from daskserve.service.names import (
     DETACH,
     DRAIN,
     LOAD,
+    OBSERVE,
     RESUME,
     STATUS,
 )
@@ -56,12 +59,21 @@ class Connection:
         Engine of the instances; services on one scheduler share them, so it must be the same.
     settings
         Time limits.
+    slo
+        Limits that whoever watches the scheduler shows; None has none.
     """
 
-    def __init__(self, client: Client, config: EngineConfig, settings: ServiceSettings) -> None:
+    def __init__(
+        self,
+        client: Client,
+        config: EngineConfig,
+        settings: ServiceSettings,
+        slo: SLO | None = None,
+    ) -> None:
         self._client = client
         self._config = config
         self._settings = settings
+        self._slo = asdict(slo) if slo is not None else None
         self._service_id = uuid4().hex
         self._is_attached = False
         self.clock_offset_s = 0.0
@@ -85,7 +97,7 @@ class Connection:
         if self._client.status != "running":
             raise ClusterError(f"the Dask client is {self._client.status}")
         await self._install(DispatchPlugin(self._settings))
-        await self._rpc(ATTACH, service=self._service_id, client=self._client.id)
+        await self._rpc(ATTACH, service=self._service_id, client=self._client.id, slo=self._slo)
         self._is_attached = True
         self.is_colocated = _is_colocated((await self._rpc(STATUS))["workers"])
         await self._install(InstancePlugin(self._config, self._settings))
@@ -127,6 +139,11 @@ class Connection:
         """Have an instance take requests again."""
         self.check()
         await self._rpc(RESUME, instance=instance)
+
+    async def observe(self, cursor: int = 0) -> Snapshot:
+        """What the scheduler knows of instances and finished requests (ClusterError)."""
+        self.check()
+        return Snapshot.from_record(await self._rpc(OBSERVE, cursor=cursor))
 
     async def close(self) -> None:
         """Leave the scheduler; the last service takes the plugins, and so the models, with it."""

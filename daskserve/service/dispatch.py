@@ -127,6 +127,7 @@ class DispatchPlugin(SchedulerPlugin):
     def doom(self, stages: list[Stage], error: DaskserveError) -> None:
         """Fail waiting stages from the pump."""
         self._doomed += [(stage.key, error) for stage in stages]
+        self.state.num_refused += len(stages)
         self.wake()
 
     def free_kv_at(self, address: str, request_id: str) -> None:

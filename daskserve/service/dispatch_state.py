@@ -107,6 +107,7 @@ class DispatchState:
 
     def __init__(self, max_losses: int, probation_s: float) -> None:
         self._max_losses = max_losses
+        self.num_arrived = self.num_refused = 0
         self._probation_s = probation_s
         self.instances: dict[str, InstanceState] = {}
         self.stages: dict[str, Stage] = {}
@@ -231,6 +232,7 @@ class DispatchState:
         if known is None:
             stage.ticket = (*stage.rank, next(self._tickets))
             self.stages[stage.key] = known = stage
+            self.num_arrived += stage.role is not Role.DECODE
         if known.instance is None:
             self._dequeue(known)
             queue = self._suspects if known.is_suspect else self._waiting

@@ -52,6 +52,7 @@ from daskserve.service.names import (
     role_of,
 )
 from daskserve.service.online_worker import OnlineServer
+from daskserve.service.reporting import Reporter
 from daskserve.service.token_sender import TokenSenders
 
 if TYPE_CHECKING:
@@ -102,6 +103,7 @@ class InstancePlugin(WorkerPlugin):
         self._tokens = TokenSenders(worker.security)
         self._online = OnlineServer(self, self._settings.link_silence_s)
         self._is_over = False
+        self._reporter = Reporter(worker, place, self._config.device)
         worker.handlers[LOAD] = self._load_counters
         worker.handlers[ONLINE] = self._online.serve
         worker.stream_handlers[FREE_KV] = self.abort
@@ -116,6 +118,7 @@ class InstancePlugin(WorkerPlugin):
         if self._role is None:
             return
         self._is_over = True
+        self._reporter.close()
         # Before anything is awaited: another service's plugin may put in its own meanwhile.
         for name in (LOAD, ONLINE, OPERATION, PIN_KV, RELEASE_KV):
             worker.handlers.pop(name, None)
@@ -248,6 +251,7 @@ class InstancePlugin(WorkerPlugin):
             await instance.close()
             return
         self._instance = instance
+        self._reporter.watch(instance)
         if self._role is Role.PREFILL:
             stall_s = self._settings.pull_stall_timeout_s
             server = KVServer(

@@ -34,6 +34,7 @@ from daskserve.service.names import (
     STATUS,
     role_of,
 )
+from daskserve.service.observing import Observations
 from daskserve.service.online_dispatch import OnlineDispatch
 
 logger = logging.getLogger(__name__)
@@ -104,6 +105,7 @@ class Members:
             FIND_GROUP: self._meetings.find,
             **self._draining.handlers,
         }
+        self.observations = Observations(scheduler, lambda: dispatch.state, lambda: self._reports)
         self._reports: dict[str, Report] = {}
         self._clients: dict[str, str] = {}  # of every attached service
         self._absent_since: dict[str, float] = {}  # clients that are away
@@ -114,6 +116,7 @@ class Members:
     def start(self) -> None:
         self._scheduler.handlers.update(self._handlers)
         self._scheduler.stream_handlers[REPORT] = self._on_report
+        self.observations.start()
         self._scheduler.periodic_callbacks[DISPATCH_PLUGIN] = self._tick_callback
         self._tick_callback.start()
 
@@ -130,6 +133,7 @@ class Members:
         if self._clients:
             return  # another service has come meanwhile
         self.stop()
+        self.observations.stop()
         # The stream handler stays: a late report would otherwise cut a worker off.
         for name in self._handlers:
             self._scheduler.handlers.pop(name, None)
@@ -140,6 +144,7 @@ class Members:
         self._reports.pop(address, None)
         self._meetings.forget(address)
         self._draining.forget(address)
+        self.observations.forget(address)
 
     def clear(self) -> None:
         self._reports.clear()
@@ -175,10 +180,12 @@ class Members:
     async def _clock(self) -> float:
         return time.monotonic()
 
-    async def _attach(self, service: str, client: str) -> None:
+    async def _attach(self, service: str, client: str, slo: dict[str, float] | None = None) -> None:
         self._clients[service] = client
+        self.observations.attached(service, slo)
 
     async def _detach(self, service: str) -> None:
+        self.observations.detached(service)
         if self._clients.pop(service, None) is not None and not self._clients:
             await self._uninstall()
 
@@ -226,7 +233,9 @@ class Members:
         absent = set(self._clients.values()) - self._scheduler.clients.keys()
         self._absent_since = {c: self._absent_since.get(c, now) for c in absent}
         gone = {c for c, since in self._absent_since.items() if now - since > CLIENT_GRACE_S}
-        self._clients = {s: c for s, c in self._clients.items() if c not in gone}
+        for service in [s for s, c in self._clients.items() if c in gone]:
+            del self._clients[service]
+            self.observations.detached(service)
         return bool(gone) and not self._clients
 
     def _look_after(self, role: Role, now: float) -> None:

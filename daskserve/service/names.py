@@ -20,6 +20,8 @@ DETACH = "daskserve_detach"
 
 DRAIN = "daskserve_drain"
 RESUME = "daskserve_resume"
+OBSERVE = "daskserve_observe"
+NOTE_JOB = "daskserve_note_job"
 
 OPEN_GROUP = "daskserve_open_group"
 FIND_GROUP = "daskserve_find_group"
@@ -29,6 +31,7 @@ ONLINE = "daskserve_online"
 
 # Messages on the stream from a worker to the scheduler.
 REPORT = "daskserve-report"
+FIGURES = "daskserve-figures"
 
 # Messages on the stream from the scheduler to a worker.
 FREE_KV = "daskserve-free-kv"

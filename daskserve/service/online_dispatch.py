@@ -198,6 +198,8 @@ class OnlineDispatch:
         role = Role.COLOCATED if message["is_colocated"] else Role.PREFILL
         overloaded = self._overloaded(role, facts, message["max_queue"])
         if overloaded is not None:
+            self._dispatch.state.num_arrived += 1
+            self._dispatch.state.num_refused += 1
             _send_refusal(link, request_id, overloaded)
             return
         # Behind the graphs that came before, ahead of those to come.

@@ -250,6 +250,14 @@ class Service:
         """Let an instance that was drained take requests again (InvalidParameter)."""
         return self.client.sync(self._connection.resume, instance)
 
+    def observe(self, cursor: int = 0) -> Any:
+        """A `daskserve.observe.Snapshot`: instances, queues, and what was finished of late.
+
+        With the ``cursor`` of the last snapshot only what was finished since. Instances tell
+        once a second; nothing asks them.
+        """
+        return self.client.sync(self._connection.observe, cursor)
+
     def close(self) -> Any:
         """Cancel what is in flight and leave; an own cluster stops."""
         if self._asynchronous:
@@ -329,7 +337,7 @@ class Service:
         )
 
     async def _join(self) -> None:
-        self._connection = Connection(self.client, self.config, self._settings)
+        self._connection = Connection(self.client, self.config, self._settings, self.slo)
         await self._connection.open()
         own_address = self.client.scheduler_comm.comm.local_address
         self._listener = TokenListener(

@@ -26,6 +26,7 @@ from daskserve.command_options import (
 )
 from daskserve.core.instance import EngineConfig
 from daskserve.core.params import SamplingParams
+from daskserve.dashboard_command import dashboard_command
 from daskserve.errors import DaskserveError
 from daskserve.models import DEFAULT_MODEL
 from daskserve.plan_commands import plan_command, simulate_command
@@ -209,6 +210,7 @@ main.add_command(bench_command)
 main.add_command(calibrate_command)
 main.add_command(plan_command)
 main.add_command(simulate_command)
+main.add_command(dashboard_command)
 
 if __name__ == "__main__":
     main()

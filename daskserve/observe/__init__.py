@@ -7,6 +7,7 @@ snapshots into `Sample` rows: rates, attainment and percentiles of the last seco
 
 from daskserve.observe.finished import Finished
 from daskserve.observe.jobs import FailedRow, JobProgress
+from daskserve.observe.observation import Observation
 from daskserve.observe.sample import InstanceSample, Percentiles, Sample
 from daskserve.observe.snapshot import InstanceFigures, Place, Snapshot
 from daskserve.observe.window import Window
@@ -17,6 +18,7 @@ __all__ = [
     "InstanceFigures",
     "InstanceSample",
     "JobProgress",
+    "Observation",
     "Percentiles",
     "Place",
     "Sample",

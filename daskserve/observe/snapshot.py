@@ -76,8 +76,14 @@ class Snapshot:
     finished
         Answers since the look that ``cursor`` of the last snapshot stands for, as far as they are
         still known.
-    cursor
-        Ask for the next snapshot with it.
+    jobs
+        Batch jobs of late.
+    decisions
+        Of the replanner, as `daskserve.replanning.decision.Decision` writes them: noted since the
+        look that ``num_decisions`` of the last snapshot stands for; one that is noted again, with
+        its outcome, replaces the earlier one.
+    cursor, num_decisions
+        Ask for the next snapshot with both.
     """
 
     now: float
@@ -91,6 +97,8 @@ class Snapshot:
     num_failed: int = 0
     finished: tuple[Finished, ...] = ()
     jobs: tuple[JobProgress, ...] = ()
+    decisions: tuple[dict[str, Any], ...] = ()
+    num_decisions: int = 0
 
     def to_record(self) -> dict[str, Any]:
         """Plain values for JSON and msgpack."""
@@ -98,6 +106,7 @@ class Snapshot:
         record["slo"] = asdict(self.slo) if self.slo else None
         for name in ("instances", "finished", "jobs"):
             record[name] = [one.to_record() for one in record[name]]
+        record["decisions"] = list(self.decisions)
         return record
 
     @classmethod
@@ -109,5 +118,6 @@ class Snapshot:
             "instances": tuple(map(InstanceFigures.from_record, record["instances"])),
             "finished": tuple(map(Finished.from_record, record["finished"])),
             "jobs": tuple(map(JobProgress.from_record, record["jobs"])),
+            "decisions": tuple(record["decisions"]),
         }
         return cls(**{**record, **known})

@@ -22,6 +22,7 @@ DRAIN = "daskserve_drain"
 RESUME = "daskserve_resume"
 OBSERVE = "daskserve_observe"
 NOTE_JOB = "daskserve_note_job"
+NOTE_DECISION = "daskserve_note_decision"
 
 OPEN_GROUP = "daskserve_open_group"
 FIND_GROUP = "daskserve_find_group"

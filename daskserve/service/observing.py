@@ -15,7 +15,7 @@ from daskserve.core.instance import InstanceLoad, Role
 from daskserve.core.slo import SLO
 from daskserve.observe import Finished, InstanceFigures, JobProgress, Place, Snapshot
 from daskserve.service.dispatch_state import DispatchState
-from daskserve.service.names import FIGURES, NOTE_JOB, OBSERVE
+from daskserve.service.names import FIGURES, NOTE_DECISION, NOTE_JOB, OBSERVE
 
 if TYPE_CHECKING:
     from daskserve.service.members import Report
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 _MOST_FINISHED = 50_000
 """Finished requests that are remembered for whoever looks late."""
 _MOST_JOBS = 20
+_MOST_DECISIONS = 500
 _JOB_SILENCE_S = 30.0
 """A running job that says nothing for so long is shown as stopped."""
 
@@ -52,14 +53,20 @@ class Observations:
         self._num_finished = self._num_failed = 0
         self._jobs: dict[str, tuple[float, JobProgress]] = {}
         self._slos: dict[str, SLO] = {}
+        self._decisions: deque[dict[str, Any]] = deque(maxlen=_MOST_DECISIONS)
+        self._num_decisions = 0
 
     def start(self) -> None:
-        self._scheduler.handlers |= {OBSERVE: self._observe, NOTE_JOB: self._note_job}
+        self._scheduler.handlers |= {
+            OBSERVE: self._observe,
+            NOTE_JOB: self._note_job,
+            NOTE_DECISION: self._note_decision,
+        }
         self._scheduler.stream_handlers[FIGURES] = self._on_figures
 
     def stop(self) -> None:
         # The stream handler stays: a late message would otherwise cut a worker off.
-        for name in (OBSERVE, NOTE_JOB):
+        for name in (OBSERVE, NOTE_JOB, NOTE_DECISION):
             self._scheduler.handlers.pop(name, None)
 
     def attached(self, service: str, slo: dict[str, float] | None) -> None:
@@ -91,15 +98,17 @@ class Observations:
         while len(self._jobs) > _MOST_JOBS:
             del self._jobs[next(iter(self._jobs))]
 
-    async def _observe(self, cursor: int = 0) -> dict[str, Any]:
-        return self.snapshot(cursor).to_record()
+    async def _note_decision(self, decision: dict[str, Any]) -> None:
+        self._decisions.append(decision)
+        self._num_decisions += 1
 
-    def snapshot(self, cursor: int = 0) -> Snapshot:
+    async def _observe(self, cursor: int = 0, num_decisions: int = 0) -> dict[str, Any]:
+        return self.snapshot(cursor, num_decisions).to_record()
+
+    def snapshot(self, cursor: int = 0, num_decisions: int = 0) -> Snapshot:
         """What is so now; see `daskserve.observe.Snapshot`."""
         state, now = self._state(), time.monotonic()
         reports = self._reports()
-        num_new = min(max(self._num_finished - cursor, 0), len(self._finished))
-        new = islice(self._finished, len(self._finished) - num_new, None)
         models = [report.info["model"] for report in reports.values() if report.info]
         return Snapshot(
             now=now,
@@ -111,8 +120,10 @@ class Observations:
             roles={role.value: state.counters(role) for role in Role},
             num_arrived=state.num_arrived,
             num_failed=self._num_failed + state.num_refused,
-            finished=tuple(new),
+            finished=_last(self._finished, self._num_finished - cursor),
             jobs=tuple(_as_of(now, told_at, job) for told_at, job in self._jobs.values()),
+            decisions=_last(self._decisions, self._num_decisions - num_decisions),
+            num_decisions=self._num_decisions,
         )
 
     def _figures(self, address: str, report: Report) -> InstanceFigures:
@@ -125,6 +136,11 @@ class Observations:
             state = "paused"
         role = report.role if known is None else known.role.value  # it may have been changed
         return InstanceFigures(address, role, state, place, load, at, report.error)
+
+
+def _last(kept: deque[Any], count: int) -> tuple[Any, ...]:
+    """The last ``count``, as far as they are kept."""
+    return tuple(islice(kept, max(len(kept) - max(count, 0), 0), None))
 
 
 def _as_of(now: float, told_at: float, job: JobProgress) -> JobProgress:

@@ -1,0 +1,96 @@
+"""Tables of plain text and numbers: whatever is in a cell, it is never taken for HTML."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pandas as pd
+import panel as pn
+
+from daskserve.dashboards.theme import FONT, Theme
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A column.
+
+    Parameters
+    ----------
+    kind
+        ``text``, ``number`` (right-aligned) or ``share`` (a bar, 0..100).
+    """
+
+    name: str
+    title: str
+    kind: str = "text"
+    width: int | None = None
+
+
+def new_table(theme: Theme, columns: Sequence[Column], **given: Any) -> pn.widgets.Tabulator:
+    """An empty table."""
+    formatters: dict[str, Any] = {}
+    for column in columns:
+        formatters[column.name] = {"type": "plaintext"}
+        if column.kind == "share":
+            formatters[column.name] = {
+                "type": "progress",
+                "min": 0,
+                "max": 100,
+                "color": [theme.decode, theme.prefill, theme.bad],
+                "legend": True,
+                "legendColor": theme.text,
+            }
+    return pn.widgets.Tabulator(
+        pd.DataFrame({column.name: [] for column in columns}),
+        titles={column.name: column.title for column in columns},
+        text_align={c.name: "right" for c in columns if c.kind == "number"},
+        header_align={c.name: "right" for c in columns if c.kind == "number"},
+        formatters=formatters,
+        widths={c.name: c.width for c in columns if c.width},
+        show_index=False,
+        disabled=True,
+        layout="fit_data_stretch",
+        theme="simple",
+        sizing_mode="stretch_width",
+        margin=0,
+        stylesheets=[_css(theme)],
+        **given,
+    )
+
+
+def show_rows(table: pn.widgets.Tabulator, rows: pd.DataFrame) -> None:
+    """Put rows in place; cells that changed are patched, so that nothing flickers or scrolls."""
+    shown = table.value
+    if len(shown) != len(rows) or not len(rows):
+        if len(shown) or len(rows):
+            table.value = rows
+        return
+    changes: dict[str, list[tuple[int, Any]]] = {}
+    for name in rows.columns:
+        for index, (old, new) in enumerate(zip(shown[name], rows[name], strict=True)):
+            if old != new:
+                changes.setdefault(name, []).append((index, new))
+    if changes:
+        table.patch(changes)
+
+
+def _css(theme: Theme) -> str:
+    return f"""
+    :host {{ color: {theme.text}; }}
+    .tabulator, .tabulator .tabulator-header, .tabulator .tabulator-header .tabulator-col,
+    .tabulator .tabulator-tableholder .tabulator-table, .tabulator-row,
+    .tabulator .tabulator-tableholder, .tabulator .tabulator-footer {{
+      background-color: {theme.card} !important; color: {theme.text}; border-color: {theme.line};
+      font-family: {FONT}; font-size: 13px;
+    }}
+    .tabulator .tabulator-header, .tabulator-row {{ border-bottom: 1px solid {theme.line}; }}
+    .tabulator .tabulator-header .tabulator-col {{ color: {theme.muted}; font-weight: 500;
+      border-right: none; }}
+    .tabulator-row .tabulator-cell {{ border-right: none; padding: 6px 8px; }}
+    .tabulator-row.tabulator-selectable:hover, .tabulator-row.tabulator-selected,
+    .tabulator-row.tabulator-selected:hover {{
+      background-color: {theme.line} !important; color: {theme.text}; cursor: pointer;
+    }}
+    """

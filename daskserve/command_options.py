@@ -14,6 +14,7 @@ from daskserve.models import DEFAULT_MODEL
 
 if TYPE_CHECKING:
     from daskserve.service import Service
+    from daskserve.service.replan_options import ReplanOptions
 
 MODEL_HELP = (
     "smollm2-135m, a local directory, a Hub id (owner/name), tiny-random-<architecture>, "
@@ -74,6 +75,51 @@ slo_options = options(
 )
 
 
+replan_options = options(
+    click.option(
+        "--replan",
+        is_flag=True,
+        help="Let instances change their role as the traffic changes; needs the SLO options.",
+    ),
+    click.option(
+        "--replan-dry-run", is_flag=True, help="Decide and write decisions down, change nothing."
+    ),
+    click.option(
+        "--replan-max-instances",
+        type=click.IntRange(3),
+        metavar="N",
+        help="Start up to so many instances, and stop what is not needed  [default: neither]",
+    ),
+    click.option(
+        "--decisions", metavar="FILE", help="Append every decision to this file, a JSON line each."
+    ),
+    click.option(
+        "--latency",
+        metavar="FILE",
+        help="Step times for replanning: profile.json of daskserve calibrate; mock needs none.",
+    ),
+)
+
+
+def replan_of(given: dict[str, Any]) -> ReplanOptions | None:
+    """From the options above; None without ``--replan`` (ConfigError)."""
+    if not (given["replan"] or given["replan_dry_run"]):
+        for name in ("decisions", "latency", "replan_max_instances"):
+            if given[name] is not None:
+                raise ConfigError(f"--{name.replace('_', '-')} is for --replan; give that too")
+        return None
+    from daskserve.service.replan_options import ReplanOptions
+
+    if given["slo_ttft"] is None:
+        raise ConfigError("--replan needs the limits to plan for: --slo-ttft and --slo-tpot")
+    return ReplanOptions(
+        is_dry_run=given["replan_dry_run"],
+        decisions=given["decisions"],
+        latency=given["latency"],
+        max_instances=given["replan_max_instances"],
+    )
+
+
 def slo_of(given: dict[str, Any]) -> SLO | None:
     """From ``--slo-ttft`` and ``--slo-tpot`` (ConfigError)."""
     from daskserve.planner.command_inputs import seconds
@@ -107,9 +153,13 @@ def check_placement(given: dict[str, Any]) -> None:
 
 
 def open_service(
-    config: EngineConfig, given: dict[str, Any], slo: SLO | None, asynchronous: bool = False
+    config: EngineConfig,
+    given: dict[str, Any],
+    slo: SLO | None,
+    asynchronous: bool = False,
+    flippable: bool = False,
 ) -> Service:
-    """The service that the options ask for."""
+    """The service that the options ask for; ``flippable`` as of `Service.local`."""
     from daskserve.placed import engine_of, shapes_of
     from daskserve.planner.placement_file import read_placement
     from daskserve.service import Service
@@ -123,4 +173,6 @@ def open_service(
         instances = {"prefill": 0, "decode": 0, "colocated": given["colocated"]}
     else:
         instances = {"prefill": given["prefill"] or 1, "decode": given["decode"] or 1}
-    return Service.local(**instances, config=config, slo=slo, asynchronous=asynchronous)
+    return Service.local(
+        **instances, config=config, slo=slo, asynchronous=asynchronous, flippable=flippable
+    )

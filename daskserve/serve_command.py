@@ -14,6 +14,8 @@ from daskserve.command_options import (
     engine_options,
     open_service,
     placement_options,
+    replan_of,
+    replan_options,
     slo_of,
     slo_options,
 )
@@ -26,6 +28,7 @@ from daskserve.core.instance import EngineConfig
 @click.option("--served-model-name", help="What clients call the model  [default: its own name]")
 @placement_options
 @slo_options
+@replan_options
 @click.option("--host", default="127.0.0.1", show_default=True, help="Interface to listen on.")
 @click.option(
     "--port",
@@ -86,6 +89,7 @@ def serve_command(host: str, port: int, **given: Any) -> None:
     from daskserve.server.run import Address, run_server
 
     check_placement(given)
+    replan = replan_of(given)
     config = EngineConfig(model=given["model"], dtype=given["dtype"])
     address = Address(host, port, given["tls_cert"], given["tls_key"])
     limits = {
@@ -100,12 +104,15 @@ def serve_command(host: str, port: int, **given: Any) -> None:
         keys=load_keys(given["api_key_file"]),
         state_folder=Path(given["state_dir"] or default_state_folder()),
         hosts=LOOPBACK_NAMES | names if address.is_loopback else None,
+        replan=replan,
     )
     if given["access_log"]:
         access = logging.getLogger("daskserve.access")
         access.setLevel(logging.INFO)
         access.addHandler(logging.StreamHandler())
-    service = open_service(config, given, slo_of(given), asynchronous=True)
+    service = open_service(
+        config, given, slo_of(given), asynchronous=True, flippable=replan is not None
+    )
     run_server(service, options, address)
 
 

@@ -60,6 +60,11 @@ class ContinuousScheduler:
         """Sequences with pages: pulling, computing and running."""
         return self._num_pulling + len(self.computing) + len(self.running)
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing waits or runs, and nothing writes to pages of what was aborted."""
+        return self.num_active == 0 and not self._pulls and len(self.waiting) == 0
+
     def add(self, sequence: Sequence) -> None:
         self.waiting.push(sequence)
 

@@ -25,12 +25,11 @@ from daskserve.errors import DaskserveError, EngineStepFailed, InstanceLost, Req
 from daskserve.text.detokenizer import Detokenizer
 from daskserve.text.tokenizer import Tokenizer
 from daskserve.workers.admission import check_fits, usable_handle
-from daskserve.workers.continuous import ContinuousScheduler
 from daskserve.workers.forward import Runner
 from daskserve.workers.holding import BurstBuffer
 from daskserve.workers.kv_pool import KVPool
 from daskserve.workers.outcome import completion, prefilled
-from daskserve.workers.prefill import PrefillScheduler
+from daskserve.workers.roles import scheduler_for
 from daskserve.workers.sampler import INVALID, logprobs, sample
 from daskserve.workers.sequence import Sequence, State
 from daskserve.workers.step import Step, pack
@@ -94,26 +93,19 @@ class Engine:
         kv_layout: str,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.runner, self.pool, self.role, self.config = runner, pool, role, config
-        self.tokenizer = tokenizer
-        self.budget_tokens = budget_tokens
-        self.kv_layout = kv_layout
-        self.clock = clock
+        self.runner, self.pool, self.config = runner, pool, config
+        self.tokenizer, self.clock = tokenizer, clock
+        self.budget_tokens, self.kv_layout = budget_tokens, kv_layout
         self.clock_offset_s = 0.0
         self.events: list[Event] = []
         self.load = InstanceLoad(free_kv_blocks=pool.num_free)
         self.holding = BurstBuffer(
             kv_layout, config.kv_lease_s, config.kv_pull_timeout_s, pool.home
         )
-        self.scheduler: PrefillScheduler | ContinuousScheduler
-        if role is Role.PREFILL:
-            self.scheduler = PrefillScheduler(pool, budget_tokens, config.max_batch_size)
-        else:
-            self.scheduler = ContinuousScheduler(pool, role, config, budget_tokens)
+        self.role = role
+        self.scheduler = scheduler_for(role, pool, config, budget_tokens)
         self._sequences: dict[str, Sequence] = {}
-        self._num_steps = 0
-        self._num_finished = 0
-        self._num_tokens = 0
+        self._num_steps = self._num_finished = self._num_tokens = 0
         runner.bind(pool.pages)
 
     @property
@@ -125,10 +117,26 @@ class Engine:
         """The requests that are neither finished nor held."""
         return list(self._sequences.values())
 
+    def become(self, role: Role) -> bool:
+        """Have another role from now on; False while there is still work of the old one.
+
+        Weights and pool stay as they are, and held KV goes on being held until it is pulled.
+        """
+        if self._sequences or not self.scheduler.is_idle:
+            return False
+        self.role = role
+        self.scheduler = scheduler_for(role, self.pool, self.config, self.budget_tokens)
+        return True
+
     def add(self, sequence: Sequence) -> None:
-        """Queue a request; an earlier one of the same id is superseded and ends as cancelled."""
+        """Queue a request; an earlier one of the same id is superseded and ends as cancelled.
+
+        With a handle, KV that is held for it stays: this instance may have prefilled it itself.
+        """
         request = sequence.request
-        self.abort(request.request_id)
+        if sequence.handle is None:
+            self.release(request.request_id, None)
+        self._end_if_there(request.request_id, None)
         try:
             check_fits(sequence, self.role, self.runner.shape, self.pool)
         except DaskserveError as error:
@@ -162,6 +170,9 @@ class Engine:
     def abort(self, request_id: str, error: DaskserveError | None = None) -> None:
         """End a request in whatever state; unknown ids are ignored."""
         self.release(request_id, None)
+        self._end_if_there(request_id, error)
+
+    def _end_if_there(self, request_id: str, error: DaskserveError | None) -> None:
         sequence = self._sequences.get(request_id)
         if sequence is not None:
             self._end(sequence, error or RequestCancelled(f"request {request_id} was cancelled"))

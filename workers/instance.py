@@ -47,7 +47,7 @@ class Instance:
     Parameters
     ----------
     role
-        What it does; the methods for other roles raise.
+        What it does; the methods for other roles raise. See `become`.
     config
         The engine's settings.
     load
@@ -160,6 +160,20 @@ class Instance:
         _resume(sequence, emitted)
         return await self._run(sequence, on_token)
 
+    async def become(self, role: Role) -> bool:
+        """Do what another role does from now on; False while the old one still has work."""
+        loop = asyncio.get_running_loop()
+        changed: asyncio.Future[bool] = loop.create_future()
+
+        def change() -> None:
+            loop.call_soon_threadsafe(changed.set_result, self.engine.become(role))
+
+        self._thread.post(change)
+        is_changed = await changed
+        if is_changed:
+            self.role = role
+        return is_changed
+
     def abort(self, request_id: str) -> None:
         """Cancel a request in any state; its caller gets ``RequestCancelled``. Any thread."""
         self._thread.post(partial(self.engine.abort, request_id))
@@ -172,7 +186,6 @@ class Instance:
         KVUnavailable
             Unknown, expired or released request, wrong secret, or another layout.
         """
-        self._require(Role.PREFILL)
         pages = self.engine.holding.pin(handle, self.engine.clock())
         return self.engine.pool.page_views(pages)
 
@@ -181,7 +194,6 @@ class Instance:
 
         Any thread; KVUnavailable as `export`.
         """
-        self._require(Role.PREFILL)
         return self.engine.holding.pin_piece(handle, shard, self.engine.clock())
 
     def keep(self, request_ids: Iterable[str]) -> None:

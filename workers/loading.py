@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from daskserve.core.instance import EngineConfig, Role
+from daskserve.core.instance import DEFAULT_BUDGET_TOKENS, EngineConfig, Role
 from daskserve.errors import ConfigError
 from daskserve.models.catalog import resolve
 from daskserve.text.tokenizer import Tokenizer
@@ -12,9 +12,6 @@ from daskserve.workers.engine import Engine
 from daskserve.workers.forward import Runner
 from daskserve.workers.kv_pool import kv_layout, page_bytes
 from daskserve.workers.profile import stored_budget
-
-DEFAULT_BUDGET_TOKENS = 512
-"""L_m where neither the configuration nor a profile says it."""
 
 _MOST_DEFAULT_BLOCKS = 65_536  # a million tokens: more is bookkeeping without use
 

@@ -29,6 +29,11 @@ class PrefillScheduler:
         self._budget_tokens = budget_tokens
         self._max_requests = max_requests
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing waits or is computed."""
+        return self.num_active == 0 and len(self.waiting) == 0
+
     def add(self, sequence: Sequence) -> None:
         self.waiting.push(sequence)
 

@@ -29,7 +29,7 @@ from daskserve.calibrate.handing_over import (
 )
 from daskserve.calibrate.machine import HARDWARE, hardware_facts, machine_facts
 from daskserve.calibrate.steps import StepRig, measure_steps
-from daskserve.core.instance import EngineConfig
+from daskserve.core.instance import DEFAULT_BUDGET_TOKENS, EngineConfig
 from daskserve.errors import ConfigError
 from daskserve.models.catalog import resolve
 from daskserve.planner.hardware import GPU
@@ -41,7 +41,7 @@ from daskserve.planner.latency.calibration import (
 )
 from daskserve.planner.model_spec import ModelSpec
 from daskserve.workers.forward import ModelShape
-from daskserve.workers.loading import DEFAULT_BUDGET_TOKENS, LoadModel, load_model
+from daskserve.workers.loading import LoadModel, load_model
 from daskserve.workers.profile import (
     Machine,
     PrefillPoint,

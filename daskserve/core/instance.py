@@ -9,6 +9,9 @@ from daskserve.errors import InvalidParameter
 
 DTYPES = ("float32", "bfloat16")
 
+DEFAULT_BUDGET_TOKENS = 512
+"""L_m where neither the configuration nor a profile says it."""
+
 
 class Role(StrEnum):
     """The name is also the Dask resource that workers of this role carry."""

@@ -37,6 +37,8 @@ class InstanceFigures:
         ``failed`` or ``lost``.
     at
         When the load was told, on the scheduler's monotonic clock.
+    can_flip
+        Whether it can take the other one of the roles PREFILL and DECODE.
     """
 
     address: str
@@ -46,6 +48,7 @@ class InstanceFigures:
     load: InstanceLoad = InstanceLoad()
     at: float = 0.0
     error: str = ""
+    can_flip: bool = False
 
     def to_record(self) -> dict[str, Any]:
         return asdict(self)

@@ -6,7 +6,7 @@ import asyncio
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -33,6 +33,9 @@ from daskserve.server.slo_bound import SloBound
 from daskserve.server.store import Store
 from daskserve.service import Service
 
+if TYPE_CHECKING:
+    from daskserve.service.replan_options import ReplanOptions
+
 
 @dataclass(frozen=True)
 class ServerOptions:
@@ -50,6 +53,8 @@ class ServerOptions:
         Names under which it may be addressed, None for any.
     state_folder
         Where files and batches are kept; None serves none.
+    replan
+        How the split of the instances follows the traffic; None leaves it.
     """
 
     model: str
@@ -57,6 +62,7 @@ class ServerOptions:
     keys: KeyRing = field(default_factory=KeyRing)
     hosts: frozenset[str] | None = None
     state_folder: Path | None = None
+    replan: ReplanOptions | None = None
 
 
 class Frontend:
@@ -72,6 +78,7 @@ class Frontend:
     def __init__(self, service: Service, options: ServerOptions) -> None:
         limits = options.limits
         self._service, self._max_in_flight = service, limits.max_in_flight
+        self._replan = options.replan
         self._admission = Admission(limits.max_in_flight_per_key)
         self.metrics = Metrics(service.slo)
         self._health = health = Health(service, self._admission, self.metrics)
@@ -131,6 +138,8 @@ class Frontend:
     async def open(self) -> None:
         """Load the model, then let requests in (DaskserveError)."""
         await self._service
+        if self._replan is not None:
+            await self._service.replan(self._replan)
         await self._health.learn_roles()
         num_slots = await _num_decode_slots(self._service)
         slo = self._service.slo

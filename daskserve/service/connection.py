@@ -26,7 +26,9 @@ from daskserve.service.names import (
     CLOCK,
     DETACH,
     DRAIN,
+    FLIP,
     LOAD,
+    NOTE_DECISION,
     OBSERVE,
     RESUME,
     STATUS,
@@ -99,7 +101,7 @@ class Connection:
         await self._install(DispatchPlugin(self._settings))
         await self._rpc(ATTACH, service=self._service_id, client=self._client.id, slo=self._slo)
         self._is_attached = True
-        self.is_colocated = _is_colocated((await self._rpc(STATUS))["workers"])
+        self.is_colocated = _is_colocated((await self._rpc(STATUS))["roles"])
         await self._install(InstancePlugin(self._config, self._settings))
         await self._wait_until_ready()
         self.clock_offset_s = await clock_offset_s(getattr(self._client.scheduler, CLOCK))
@@ -135,6 +137,11 @@ class Connection:
         self.check()
         return await self._rpc(DRAIN, instances=list(instances))
 
+    async def flip(self, instance: str, role: Role, timeout_s: float) -> dict[str, float]:
+        """Have an instance take another role, see `daskserve.service.flipping`."""
+        self.check()
+        return await self._rpc(FLIP, instance=instance, role=role.value, timeout_s=timeout_s)
+
     async def resume(self, instance: str) -> None:
         """Have an instance take requests again."""
         self.check()
@@ -144,6 +151,11 @@ class Connection:
         """What the scheduler knows of instances and finished requests (ClusterError)."""
         self.check()
         return Snapshot.from_record(await self._rpc(OBSERVE, cursor=cursor))
+
+    async def note_decision(self, decision: dict[str, Any]) -> None:
+        """Tell those who watch of a decision of the replanner, as its `to_json` has it."""
+        self.check()
+        await self._rpc(NOTE_DECISION, decision=decision)
 
     async def close(self) -> None:
         """Leave the scheduler; the last service takes the plugins, and so the models, with it."""
@@ -173,6 +185,7 @@ class Connection:
             self._check_reports(status["instances"])
             missing = set(status["workers"]) - {i.address for i in self.instances}
             if not missing:
+                self._check_roles()
                 return
             if time.monotonic() > deadline:
                 raise ClusterError(
@@ -181,6 +194,16 @@ class Connection:
                     + "".join(_waiting(status["instances"]))
                 )
             await asyncio.sleep(_POLL_S)
+
+    def _check_roles(self) -> None:
+        """Workers that can have either role must not all start with the same."""
+        roles = {instance.info.role for instance in self.instances}
+        if not self.is_colocated and not {Role.PREFILL, Role.DECODE} <= roles:
+            found = ", ".join(sorted(role.value for role in roles)) or "none"
+            raise ClusterError(
+                f"every instance starts as {found}: name the other role first in the resources of"
+                ' some workers, as in --resources "DECODE=<slots> PREFILL=<slots>"'
+            )
 
     def _check_reports(self, reports: list[dict[str, Any]]) -> None:
         for report in reports:
@@ -209,9 +232,8 @@ def _difference(info: dict[str, Any], config: EngineConfig) -> str:
     return f"the same model {config.model}, other limits"
 
 
-def _is_colocated(workers: dict[str, str]) -> bool:
-    roles = set(workers.values())
-    if {Role.PREFILL.value, Role.DECODE.value} <= roles:
+def _is_colocated(roles: Sequence[str]) -> bool:
+    if {Role.PREFILL.value, Role.DECODE.value} <= set(roles):
         return False
     if Role.COLOCATED.value in roles:
         return True

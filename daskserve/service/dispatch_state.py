@@ -117,6 +117,8 @@ class DispatchState:
         self._waiting_tokens = dict.fromkeys(Role, 0)
         self._held: dict[str, tuple[InstanceState, int]] = {}
         self._tickets = itertools.count()
+        self.num_bound = dict.fromkeys(Role, 0)
+        """Stages bound so far."""
 
     def add_instance(self, instance: InstanceState) -> None:
         """An instance is ready for requests."""
@@ -172,18 +174,19 @@ class DispatchState:
         Parameters
         ----------
         role
-            None keeps it; another one needs an instance that is drained.
+            None keeps it; another one needs an instance that drains and on which nothing is
+            bound. KV that it holds stays there until it is pulled.
         slots
             Most stages at once from now on; None keeps the number.
 
         Raises
         ------
         InvalidParameter
-            No such instance is ready, or it is not drained and the role is another one.
+            No such instance is ready, or it still works and the role is another one.
         """
         instance = self._ready(address)
         if role is not None and role is not instance.role:
-            if not self.is_drained(address):
+            if instance.bound or not instance.is_draining:
                 limit = f"is for drained instances; {address} still works as {instance.role.value}"
                 raise InvalidParameter("role", role.value, limit)
             self._by_role[instance.role].remove(instance)
@@ -323,6 +326,7 @@ class DispatchState:
         self, stage: Stage, instance: InstanceState, now: float
     ) -> tuple[Stage, InstanceState]:
         self._dequeue(stage)
+        self.num_bound[stage.role] += 1
         stage.instance = instance
         stage.bound_at = now
         instance.bound[stage.key] = stage

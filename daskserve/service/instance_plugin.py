@@ -39,6 +39,7 @@ from daskserve.service.kv_parts import (
 from daskserve.service.kv_pull import OPERATION, KVServer, Views, pull
 from daskserve.service.members import FAILED, LOADING, LOST, READY, Report
 from daskserve.service.names import (
+    BECOME,
     CLOCK,
     FREE_KV,
     INSTANCE_PLUGIN,
@@ -49,7 +50,7 @@ from daskserve.service.names import (
     RELEASE_KV,
     REPORT,
     request_id_of,
-    role_of,
+    roles_of,
 )
 from daskserve.service.online_worker import OnlineServer
 from daskserve.service.reporting import Reporter
@@ -90,8 +91,9 @@ class InstancePlugin(WorkerPlugin):
 
     async def setup(self, worker: Worker) -> None:
         self._worker = worker
-        self._role = role_of(worker.state.total_resources)
+        self._roles = roles_of(worker.state.total_resources)
         place = settings().rank
+        self._role = next(iter(self._roles), None)
         _check_place(place, self._role)
         if place.number > 0:
             self._follower = FollowerRank(worker, place, self._config, self._settings)
@@ -105,6 +107,7 @@ class InstancePlugin(WorkerPlugin):
         self._is_over = False
         self._reporter = Reporter(worker, place, self._config.device)
         worker.handlers[LOAD] = self._load_counters
+        worker.handlers[BECOME] = self._become
         worker.handlers[ONLINE] = self._online.serve
         worker.stream_handlers[FREE_KV] = self.abort
         worker.stream_handlers[KEEP_KV] = self._keep_kv
@@ -120,7 +123,7 @@ class InstancePlugin(WorkerPlugin):
         self._is_over = True
         self._reporter.close()
         # Before anything is awaited: another service's plugin may put in its own meanwhile.
-        for name in (LOAD, ONLINE, OPERATION, PIN_KV, RELEASE_KV):
+        for name in (LOAD, BECOME, ONLINE, OPERATION, PIN_KV, RELEASE_KV):
             worker.handlers.pop(name, None)
         if self._pins is not None:
             self._pins.close()
@@ -252,7 +255,7 @@ class InstancePlugin(WorkerPlugin):
             return
         self._instance = instance
         self._reporter.watch(instance)
-        if self._role is Role.PREFILL:
+        if Role.PREFILL in self._roles:
             stall_s = self._settings.pull_stall_timeout_s
             server = KVServer(
                 self.address, self._export_kv, self._release_kv, stall_s, self._export_part
@@ -290,6 +293,15 @@ class InstancePlugin(WorkerPlugin):
 
     async def _load_counters(self) -> dict[str, int]:
         return asdict(self._instance.load()) if self._instance is not None else {}
+
+    async def _become(self, role: str) -> dict[str, Any]:
+        """Take another role (empty while the old one has work): its slots, and the new info."""
+        instance = await self.instance()
+        new = Role(role)
+        if new not in self._roles or not await instance.become(new):
+            return {}
+        self._role = new
+        return {"slots": _num_slots(self._worker, new), "info": asdict(instance.info)}
 
     # Not the instance's own methods: Dask never forgets a handler, and with it the weights.
 

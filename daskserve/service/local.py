@@ -77,6 +77,7 @@ def local_cluster(
     config: EngineConfig,
     settings: ServiceSettings,
     cores: Cores,
+    is_flippable: bool,
     asynchronous: bool,
 ) -> OwnCluster:
     """Scheduler and workers on loopback, dashboard off unless an address is set.
@@ -90,6 +91,8 @@ def local_cluster(
     cores
         ``"auto"`` shares this process's cores out, a list gives each rank its own (prefill
         first, then decode, then colocated), None binds to none.
+    is_flippable
+        Prefill and decode instances can take each other's role.
     asynchronous
         For use inside a running event loop.
 
@@ -106,17 +109,12 @@ def local_cluster(
             "an own cluster needs prefill and decode instances, or colocated ones; asked for "
             + ", ".join(f"{role.value.lower()}={count}" for role, count in counts.items())
         )
-    ranks = [
-        (role, _place(f"{role.value.lower()}-{index}", shape, rank))
-        for index, (role, shape) in enumerate(shapes)
-        for rank in range(shape.num_gpus)
-    ]
-    workers = {
-        f"{place['instance']}.{place['number']}" if place["number"] else place["instance"]: _worker(
-            role, config, settings, own_cores, place
-        )
-        for (role, place), own_cores in zip(ranks, _share(cores, len(ranks)), strict=True)
-    }
+    shares = iter(_share(cores, sum(shape.num_gpus for _, shape in shapes)))
+    workers: dict[str, Any] = {}
+    for index, (role, shape) in enumerate(shapes):
+        name = f"{role.value.lower()}-{index}"
+        own = [next(shares) for _ in range(shape.num_gpus)]
+        workers |= instance_workers(name, role, shape, config, settings, own, is_flippable)
     scheduler = {
         "cls": Scheduler,
         "options": {
@@ -132,6 +130,34 @@ def local_cluster(
         asynchronous=asynchronous,
         silence_logs=logging.WARNING,
     )
+
+
+def instance_workers(
+    name: str,
+    role: Role,
+    shape: Parallelism,
+    config: EngineConfig,
+    settings: ServiceSettings,
+    cores: Sequence[Sequence[int] | None],
+    is_flippable: bool,
+) -> dict[str, Any]:
+    """The workers of one instance, a process per rank, by their names.
+
+    Parameters
+    ----------
+    name
+        Of the instance, and of the worker of its head.
+    cores
+        Of each rank.
+    is_flippable
+        It can take the other one of the roles PREFILL and DECODE.
+    """
+    return {
+        f"{name}.{rank}" if rank else name: _worker(
+            role, config, settings, own, _place(name, shape, rank), is_flippable
+        )
+        for rank, own in enumerate(cores)
+    }
 
 
 def own_cluster_config(dashboard_address: str | None) -> dict[str, Any]:
@@ -177,16 +203,19 @@ def _worker(
     settings: ServiceSettings,
     cores: Sequence[int] | None,
     place: dict[str, Any],
+    is_flippable: bool,
 ) -> dict[str, Any]:
-    is_head = place["number"] == 0
-    slots = num_slots(role, config, settings) if is_head else 1
+    roles = [role] if place["number"] == 0 else []
+    if roles and is_flippable and role is not Role.COLOCATED:
+        roles.append(Role.DECODE if role is Role.PREFILL else Role.PREFILL)
+    slots = {each.value: num_slots(each, config, settings) for each in roles}
     num_threads = config.num_threads or (len(cores) if cores else os.cpu_count() or 1)
     return {
         "cls": Nanny,
         "options": {
             "host": _HOST,
-            "nthreads": slots,
-            "resources": {role.value: slots} if is_head else {},
+            "nthreads": max(slots.values(), default=1),
+            "resources": slots,
             "config": {"daskserve.rank": place},
             "memory_limit": 0,  # the KV pool is ours to watch, Dask would take it for a leak
             "dashboard": False,

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from distributed import Scheduler
+from distributed.scheduler import WorkerState
 from tornado.ioloop import PeriodicCallback
 
 from daskserve.config import ServiceSettings
@@ -19,6 +20,7 @@ from daskserve.core.instance import Role
 from daskserve.errors import ClusterError, DaskserveError, ModelError, NeverFits
 from daskserve.service.dispatch_state import DispatchState, InstanceState, Stage
 from daskserve.service.draining import Draining
+from daskserve.service.flipping import Flipping
 from daskserve.service.meetings import Meetings
 from daskserve.service.names import (
     ATTACH,
@@ -33,6 +35,7 @@ from daskserve.service.names import (
     REPORT,
     STATUS,
     role_of,
+    roles_of,
 )
 from daskserve.service.observing import Observations
 from daskserve.service.online_dispatch import OnlineDispatch
@@ -95,6 +98,7 @@ class Members:
         self._dispatch = dispatch
         self._meetings = Meetings()
         self._draining = Draining(scheduler, dispatch)
+        self._flipping = Flipping(scheduler, dispatch, self._flipped)
         self._handlers = {
             STATUS: self._status,
             CLOCK: self._clock,
@@ -104,6 +108,7 @@ class Members:
             OPEN_GROUP: self._meetings.open,
             FIND_GROUP: self._meetings.find,
             **self._draining.handlers,
+            **self._flipping.handlers,
         }
         self.observations = Observations(scheduler, lambda: dispatch.state, lambda: self._reports)
         self._reports: dict[str, Report] = {}
@@ -166,12 +171,26 @@ class Members:
             }
             for address, report in self._reports.items()
         ]
-        roles = {ws.address: role_of(ws.resources) for ws in self._scheduler.workers.values()}
+        workers = self._scheduler.workers.values()
+        roles = {ws.address: self._role_of(ws) for ws in workers}
+        possible = {role.value for ws in workers for role in roles_of(ws.resources)}
         return {
-            "workers": {address: role.value for address, role in roles.items() if role},
+            "workers": {address: role for address, role in roles.items() if role},
+            "roles": sorted(possible),
             "instances": instances,
             "dispatch": self._dispatch.describe(),
         }
+
+    def _role_of(self, worker: WorkerState) -> str | None:
+        report = self._reports.get(worker.address)
+        if report is not None:
+            return report.role
+        role = role_of(worker.resources)
+        return role.value if role else None
+
+    def _flipped(self, address: str, said: dict[str, Any]) -> None:
+        if address in self._reports:
+            self._reports[address] = replace(self._reports[address], **said)
 
     def _is_draining(self, address: str) -> bool:
         instance = self._dispatch.state.instances.get(address)
@@ -255,7 +274,7 @@ class Members:
         elif now - self._missing_since.setdefault(role, now) > self._settings.no_instance_timeout_s:
             text = f"no {role.value} instance for {self._settings.no_instance_timeout_s:g} s; "
             workers = self._scheduler.workers.values()
-            silent = [ws.address for ws in workers if role_of(ws.resources) is role]
+            silent = [ws.address for ws in workers if self._role_of(ws) == role.value]
             if silent:
                 text += f"{silent[0]} should run one; see its log, and its version of daskserve"
             else:

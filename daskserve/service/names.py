@@ -19,6 +19,7 @@ ATTACH = "daskserve_attach"
 DETACH = "daskserve_detach"
 
 DRAIN = "daskserve_drain"
+FLIP = "daskserve_flip"
 RESUME = "daskserve_resume"
 OBSERVE = "daskserve_observe"
 NOTE_JOB = "daskserve_note_job"
@@ -39,6 +40,7 @@ FREE_KV = "daskserve-free-kv"
 KEEP_KV = "daskserve-keep-kv"
 
 # Worker handlers.
+BECOME = "daskserve_become"
 LOAD = "daskserve_load"
 PIN_KV = "daskserve_pin_kv"
 PULL_KV = "daskserve_pull_kv"
@@ -75,10 +77,19 @@ def request_of_run(run_id: str) -> str:
     return run_id.partition(".")[0]
 
 
-def role_of(resources: dict[str, float] | None) -> Role | None:
-    """The role that a task or worker with these Dask resources has: the first with a whole unit."""
+def roles_of(resources: dict[str, float] | None) -> tuple[Role, ...]:
+    """Every role that a worker with these Dask resources can have: those with a whole unit.
+
+    It starts with the one that is named first, and may flip to the others.
+    """
+    names = [role.value for role in Role]
     given = resources or {}
-    return next((role for role in Role if given.get(role.value, 0) >= 1), None)
+    return tuple(Role(name) for name in given if name in names and given[name] >= 1)
+
+
+def role_of(resources: dict[str, float] | None) -> Role | None:
+    """The role of a task with these Dask resources, or the first role of a worker."""
+    return next(iter(roles_of(resources)), None)
 
 
 class Facts(NamedTuple):

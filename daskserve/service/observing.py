@@ -15,7 +15,7 @@ from daskserve.core.instance import InstanceLoad, Role
 from daskserve.core.slo import SLO
 from daskserve.observe import Finished, InstanceFigures, JobProgress, Place, Snapshot
 from daskserve.service.dispatch_state import DispatchState
-from daskserve.service.names import FIGURES, NOTE_DECISION, NOTE_JOB, OBSERVE
+from daskserve.service.names import FIGURES, NOTE_DECISION, NOTE_JOB, OBSERVE, roles_of
 
 if TYPE_CHECKING:
     from daskserve.service.members import Report
@@ -135,7 +135,11 @@ class Observations:
         elif known is not None and not known.is_accepting:
             state = "paused"
         role = report.role if known is None else known.role.value  # it may have been changed
-        return InstanceFigures(address, role, state, place, load, at, report.error)
+        worker = self._scheduler.workers.get(address)
+        can_flip = worker is not None and {Role.PREFILL, Role.DECODE} <= {
+            *roles_of(worker.resources)
+        }
+        return InstanceFigures(address, role, state, place, load, at, report.error, can_flip)
 
 
 def _last(kept: deque[Any], count: int) -> tuple[Any, ...]:

@@ -21,6 +21,7 @@ from daskserve.core.slo import SLO
 from daskserve.errors import ClusterError, ConfigError
 from daskserve.models.catalog import resolve
 from daskserve.service.connection import AddressedInstance, Connection
+from daskserve.service.control import InstanceControl
 from daskserve.service.graph import submit_graph
 from daskserve.service.local import Cores, Instances, local_cluster, own_cluster_config
 from daskserve.service.online import OnlineRequests
@@ -31,7 +32,7 @@ from daskserve.text.tokenizer import Tokenizer
 _MAP_CHUNK = 500  # requests per graph
 
 
-class Service:
+class Service(InstanceControl):
     """LLM inference on a Dask cluster; made by `local` or `attach`.
 
     A context manager, in synchronous and asynchronous code: with ``asynchronous=True`` (or an
@@ -70,6 +71,7 @@ class Service:
         config: EngineConfig | None = None,
         *,
         cores: Cores = "auto",
+        flippable: bool = False,
         slo: SLO | None = None,
         asynchronous: bool = False,
     ) -> Service:
@@ -86,6 +88,8 @@ class Service:
         cores
             ``"auto"`` shares the cores out, a list of lists gives each rank its own
             (prefill, decode, colocated), None binds to none.
+        flippable
+            Prefill and decode instances can take each other's role, see `flip`.
         slo
             Limits that batches are measured against.
         asynchronous
@@ -97,7 +101,7 @@ class Service:
             Wrong numbers or cores; the model cannot be loaded; instances do not start.
         """
         counts = {Role.PREFILL: prefill, Role.DECODE: decode, Role.COLOCATED: colocated}
-        own = {"instances": counts, "cores": cores}
+        own = {"instances": counts, "cores": cores, "is_flippable": flippable}
         return cls(config or EngineConfig(), slo, None, own, asynchronous)._opened()
 
     @classmethod
@@ -239,17 +243,6 @@ class Service:
         """
         return self.client.sync(self._connection.refresh)
 
-    def drain(self, instances: Sequence[str]) -> Any:
-        """Give instances, by address, nothing new; whether each has finished what it had.
-
-        Call it again until all have. Requests that wait go elsewhere, or wait on.
-        """
-        return self.client.sync(self._connection.drain, instances)
-
-    def resume(self, instance: str) -> Any:
-        """Let an instance that was drained take requests again (InvalidParameter)."""
-        return self.client.sync(self._connection.resume, instance)
-
     def observe(self, cursor: int = 0) -> Any:
         """A `daskserve.observe.Snapshot`: instances, queues, and what was finished of late.
 
@@ -333,6 +326,7 @@ class Service:
             self.config,
             self._settings,
             self._own["cores"],
+            self._own["is_flippable"],
             asynchronous=self._asynchronous,
         )
 
@@ -350,6 +344,7 @@ class Service:
         )
 
     async def _leave(self) -> None:
+        await self._stop_replanning()
         undone = [future for future in self._futures if not future.done()]
         if undone and self.client.status == "running":
             await self.client.cancel(undone, asynchronous=True, reason="service-closed")

@@ -6,11 +6,11 @@ import dataclasses
 
 import pytest
 
-from daskserve.core.instance import EngineConfig, Role
+from daskserve.core.instance import DEFAULT_BUDGET_TOKENS, EngineConfig, Role
 from daskserve.errors import ConfigError
 from daskserve.models.catalog import resolve
 from daskserve.workers.loader import load_runner
-from daskserve.workers.loading import DEFAULT_BUDGET_TOKENS, build_engine
+from daskserve.workers.loading import build_engine
 from daskserve.workers.profile import (
     Machine,
     PrefillPoint,

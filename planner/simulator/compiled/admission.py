@@ -47,6 +47,7 @@ from daskserve.planner.simulator.compiled.records import (
     IDLE,
     INPUT,
     MAX_ACTIVE,
+    PULLED,
     READY_QUEUE,
     TOTAL,
     USED,
@@ -91,13 +92,18 @@ def bind_ready(world, now):
 
 @inner
 def wake(world, instance_id, now):
-    """Have the instance decide again: at once if it idles, else when its iteration ends."""
+    """Have the instance decide again: at once if it idles, else when its iteration ends.
+
+    Pages for a KV that waits elsewhere are reserved beside the step under way, as in the engine.
+    """
     instance = instance_at(world, instance_id)
     for lane_id in range(instance.first_lane, instance.first_lane + instance.num_lanes):
         if lane_at(world, lane_id).state == IDLE:
             schedule(world, lane_source(world, lane_id), now)
             return
     cut_short(world, instance.first_lane, now)
+    if world.mode == PULLED:
+        admit_pulled(world, instance_id, now)
 
 
 @inner
@@ -119,7 +125,7 @@ def admit_pulled(world, instance_id, now):
     num_needs = need_lookahead(world, instance.queue, max_active - instance.num_active)
     count = decode_admissions(
         scratch_row(world, INPUT)[:num_needs],
-        instance.free_blocks,
+        instance.free_blocks - _grown(world, instance.first_lane, now),
         instance.num_active,
         max_active,
         instance.num_running,
@@ -215,16 +221,21 @@ def _observe(world, instance_id, now):
     used = instance.booked_blocks
     if world.max_tokens == 0:
         used = instance.total_blocks - instance.free_blocks + instance.promised_blocks
-        used += instance.num_running
-        first = lane_at(world, instance.first_lane)
-        if first.state == BUSY and first.planned > 1:
-            passed = min(boundaries_until(first, now), first.planned - 1)
-            used += growth(world, instance.first_lane, passed)
+        used += instance.num_running + _grown(world, instance.first_lane, now)
     waiting = queue_at(world, instance.queue).count
     router_row(world, USED)[instance_id] = used
     router_row(world, TOTAL)[instance_id] = instance.total_blocks
     router_row(world, ACTIVE)[instance_id] = instance.num_active + waiting
     router_row(world, MAX_ACTIVE)[instance_id] = times.max_batch * instance.num_lanes
+
+
+@inner
+def _grown(world, lane_id, now):
+    """Pages that the lane's run of iterations has taken so far, not yet booked."""
+    lane = lane_at(world, lane_id)
+    if lane.state != BUSY or lane.planned <= 1:
+        return 0
+    return growth(world, lane_id, min(boundaries_until(lane, now), lane.planned - 1))
 
 
 @inner

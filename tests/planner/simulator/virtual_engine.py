@@ -142,6 +142,14 @@ class VirtualCluster:
             decode.scheduler.add(self.ready.popleft())
             if decode.step is None:
                 self._at(self.now, STEP_END, self._iterate, decode, None)
+            elif self.prefills:  # as ``Engine.add_early``
+                decode.scheduler.admit_decodes()
+                self._start_pulls(decode)
+
+    def _start_pulls(self, decode):
+        for sequence in decode.scheduler.new_pulls:
+            self._start_pull(sequence, decode)
+        decode.scheduler.new_pulls.clear()
 
     def _pages(self, sequence):
         """What the router keeps for a request: room for its limit if there is one."""
@@ -171,9 +179,7 @@ class VirtualCluster:
             decode.scheduler.pull_ended(sequence.owner, True, transfer_s)
         decode.landed.clear()
         step = decode.scheduler.next_step()
-        for sequence in decode.scheduler.new_pulls:
-            self._start_pull(sequence, decode)
-        decode.scheduler.new_pulls.clear()
+        self._start_pulls(decode)
         decode.step = step
         if step is not None:
             self._note_starts(step)

@@ -1,11 +1,14 @@
 """DistServe's Table 2 here: SLO attainment of the real service beside the simulator's.
 
-A trace's lengths divided by 8, Poisson arrivals, the same requests at the same times on both
-sides: one prefill and one decode process of a thread each, then one colocated process of two.
-The simulator knows nothing of these runs, only the profiles of `daskserve calibrate`, one with
-`--threads 1` and one with `--threads 2`; that the two processes share memory bandwidth and the
-cores of the client is not in them. TTFT and TPOT are those of the requests' timelines.
+A trace's lengths divided by 8, its requests drawn anew with Poisson arrivals for every rate: one
+prefill and one decode process with a share of the cores each, then one colocated process with all
+of them. The simulator gets what was really sent and when, and the profile of `daskserve
+calibrate`; it knows nothing else of these runs. Limits for TTFT and TPOT follow from the run at
+the lowest rate, unless given. Runs are files in a folder: a run that is there is not made again,
+so the table can be made in pieces.
 
+    daskserve calibrate --threads 1 -o one.json      # as many threads as an instance will have
+    daskserve calibrate --threads 2 -o two.json
     python benchmarks/table2.py --trace conv.csv --profile one.json --colocated-profile two.json
 
 The last line is a JSON list of {"name", "value", "unit", "target", "ok"}.
@@ -14,43 +17,68 @@ The last line is a JSON list of {"name", "value", "unit", "target", "ok"}.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
-import time
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
+from table2_runs import MOST_OTHERS, Key, Run, RunFolder, make_runs
 
 from daskserve.core.instance import EngineConfig
-from daskserve.core.params import SamplingParams
 from daskserve.core.placement import Parallelism
-from daskserve.core.request import Completion
 from daskserve.core.slo import SLO
+from daskserve.planner.arrivals import Poisson
 from daskserve.planner.latency import Calibration, read_calibration
 from daskserve.planner.simulator import Deployment, simulate
+from daskserve.planner.simulator.result import STAGES, is_met
 from daskserve.planner.traces import read_workload
 from daskserve.planner.workload import Workload
-from daskserve.service import Service
 
 DIVISOR = 8
 KV_MEMORY_BYTES = 2**30
-REQUEST_TIMEOUT_S = 120.0
-POINTS, TTFT_TPOT_MEDIAN = 0.02, 0.10
-"""Targets: difference of attainment, and of median TTFT and TPOT, real against simulated."""
+TTFT_FACTOR, TPOT_FACTOR = 2.0, 1.5
+"""Limits over the 90th percentiles of the run at the lowest rate."""
+
+INFORMATIVE = (0.20, 0.95)
+"""Attainments between which a rate tells something about the model."""
+
+MOST_POINTS, MOST_MEDIAN, MOST_P90, MOST_GOODPUT = 0.02, 0.10, 0.15, 0.05
+LEAST_RATES = 3
+GOODPUT_SHARE = 0.9
 
 
 @dataclass(frozen=True)
-class Seen:
-    """TTFT and TPOT of every request; NaN for no TPOT."""
+class Side:
+    """TTFT, TPOT and stages of every request of one run, real or simulated."""
 
     ttft_s: np.ndarray
     tpot_s: np.ndarray
+    stages: dict[str, np.ndarray]
 
     def attainment(self, slo: SLO) -> float:
-        return float(np.mean((self.ttft_s <= slo.ttft_s) & ~(self.tpot_s > slo.tpot_s)))
+        return float(is_met(slo, self.ttft_s, self.tpot_s).mean())
 
-    def medians_s(self) -> tuple[float, float]:
-        return float(np.median(self.ttft_s)), float(np.nanmedian(self.tpot_s))
+    def percentiles_s(self) -> np.ndarray:
+        """TTFT p50 and p90, TPOT p50 and p90."""
+        shares = (0.5, 0.9)
+        return np.r_[np.quantile(self.ttft_s, shares), np.nanquantile(self.tpot_s, shares)]
+
+
+@dataclass(frozen=True)
+class Rate:
+    """All repeats at one rate, each real and simulated."""
+
+    rate: float
+    pairs: list[tuple[Side, Side]]
+    others: float
+
+    def attainments(self, slo: SLO) -> np.ndarray:
+        """``[repeats, 2]``."""
+        return np.array([[side.attainment(slo) for side in pair] for pair in self.pairs])
+
+    def percentiles_s(self) -> np.ndarray:
+        """``[2, 4]``, means over the repeats."""
+        return np.array([[s.percentiles_s() for s in pair] for pair in self.pairs]).mean(axis=0)
 
 
 def short_lengths(path: str) -> Workload:
@@ -73,15 +101,15 @@ def engine_of(profile: Calibration) -> EngineConfig:
     )
 
 
-def simulated(profile: Calibration, is_colocated: bool, workload: Workload) -> Seen:
+def simulated(profile: Calibration, mode: str, run: Run) -> Side:
+    """The same arrivals in the simulator."""
     latency = profile.latency()
     model, hardware = latency.model, latency.hardware
     capacity = int(KV_MEMORY_BYTES / model.kv_bytes_per_token)
     step = latency.step_times(model, hardware, Parallelism())
     step = step.limited_to(kv_capacity_tokens=min(capacity, step.kv_capacity_tokens))
-    if is_colocated:
-        deployment = Deployment.colocated(step, 1)
-    else:
+    deployment = Deployment.colocated(step, 1)
+    if mode == "disaggregated":
         deployment = Deployment.disaggregated(
             step,
             1,
@@ -90,98 +118,157 @@ def simulated(profile: Calibration, is_colocated: bool, workload: Workload) -> S
             kv_bytes_per_token=model.kv_bytes_per_token,
             link_bandwidth=hardware.link_bandwidth,
             link_latency_s=latency.hand_over_s,
+            prefill_slowdown=latency.prefill_slowdown,
+            decode_slowdown=latency.decode_slowdown,
         )
-    timelines = simulate(workload, deployment).timelines
-    return Seen(timelines["ttft_s"].values + latency.dispatch_s, timelines["tpot_s"].values)
+    timelines = simulate(run.workload, deployment).timelines
+    stages = {name: timelines[name].values.copy() for name in STAGES}
+    stages["prefill_queue_s"] += latency.dispatch_s
+    return Side(timelines["ttft_s"].values + latency.dispatch_s, timelines["tpot_s"].values, stages)
 
 
-def served(service: Service, workload: Workload, seed: int) -> Seen:
-    """An open loop: every request leaves at its time, whatever became of those before."""
-    rng = np.random.default_rng(seed)
-    vocab_size = service.tokenizer.vocab_size
-    streams, started_at = [], time.monotonic()
-    for arrival_s, prompt, output in zip(*workload.arrays(), strict=True):
-        ids = rng.integers(0, vocab_size, int(prompt)).tolist()
-        params = SamplingParams(max_tokens=int(output), ignore_eos=True)
-        time.sleep(max(started_at + arrival_s - time.monotonic(), 0.0))
-        request = service.validate(ids, params)
-        streams.append(service.stream_request(request, timeout_s=REQUEST_TIMEOUT_S))
-
-    async def answers() -> list:
-        ends = (stream.completion() for stream in streams)
-        return await asyncio.gather(*ends, return_exceptions=True)
-
-    # A request that failed has missed every limit.
-    done = [answer for answer in asyncio.run(answers()) if isinstance(answer, Completion)]
-    missed = [np.inf] * (len(streams) - len(done))
-    tpot = [np.nan if answer.tpot_s is None else answer.tpot_s for answer in done]
-    ttft = [answer.ttft_s for answer in done]
-    return Seen(np.array(ttft + missed), np.array(tpot + missed))
+def limits_of(run: Run) -> SLO:
+    """From the lightest load, rounded up to two digits."""
+    limits = (
+        TTFT_FACTOR * np.quantile(run.ttft_s, 0.9),
+        TPOT_FACTOR * np.nanquantile(run.tpot_s, 0.9),
+    )
+    return SLO(*(_two_digits(float(value)) for value in limits))
 
 
-def compare(name: str, profile: Calibration, given: argparse.Namespace, slo: SLO) -> list[dict]:
-    """One mode at all rates: the table, and the figures with their targets."""
-    is_colocated = name == "colocated"
-    lengths = short_lengths(given.trace)
-    counts = {"prefill": 0, "decode": 0, "colocated": 1} if is_colocated else {}
-    print(f"{name}, TTFT {slo.ttft_s:g} s, TPOT {slo.tpot_s:g} s: real | simulated", flush=True)
-    print(f"{'req/s':>6}{'attainment':>20}{'TTFT p50 ms':>18}{'TPOT p50 ms':>18}")
+def _two_digits(value: float) -> float:
+    digit = 10.0 ** (np.floor(np.log10(value)) - 1)
+    return float(f"{np.ceil(value / digit) * digit:.2g}")
+
+
+def rates_of(
+    profile: Calibration, mode: str, folder: RunFolder, given: argparse.Namespace
+) -> list[Rate]:
+    """What has been run so far, with its simulation."""
+    found = []
+    for rate in given.rates:
+        keys = [Key(mode, rate, repeat) for repeat in range(given.repeats)]
+        runs = [folder.read(key) for key in keys if folder.has(key)]
+        pairs = [
+            (Side(run.ttft_s, run.tpot_s, run.stages), simulated(profile, mode, run))
+            for run in runs
+        ]
+        if pairs:
+            found.append(Rate(rate, pairs, max(run.others for run in runs)))
+    return found
+
+
+def show(mode: str, rates: list[Rate], slo: SLO) -> None:
+    """Attainment and percentiles side by side, then the stages."""
+    print(f"{mode}, TTFT {slo.ttft_s:g} s, TPOT {slo.tpot_s:g} s; real | simulated")
+    heads = [f"{name} ms" for name in ("TTFT p50", "TTFT p90", "TPOT p50", "TPOT p90")]
+    print(f"{'req/s':>6}{'attainment':>24}" + "".join(f"{head:>18}" for head in heads))
+    for one in rates:
+        shares, values = one.attainments(slo), one.percentiles_s() * 1e3
+        real, simulation = shares.mean(axis=0)
+        cells = f"{one.rate:6g}{real:8.1%} +-{shares[:, 0].std():5.1%} |{simulation:6.1%}"
+        cells += "".join(f"{values[0, i]:9.0f} |{values[1, i]:7.0f}" for i in range(4))
+        print(cells + ("  disturbed" if one.others > MOST_OTHERS else ""))
+    print("mean ms of the stages" + "".join(f"{name[:-2]:>18}" for name in STAGES))
+    for one in rates:
+        cells = f"{one.rate:6g}{'':15}"
+        for name in STAGES:
+            means = [
+                np.nanmean([pair[side].stages[name].mean() for pair in one.pairs])
+                for side in (0, 1)
+            ]
+            cells += f"{means[0] * 1e3:9.1f} |{means[1] * 1e3:7.1f}"
+        print(cells)
+
+
+def goodput(rates: list[Rate], slo: SLO, side: int) -> float:
+    """Where attainment falls below 90 %, on straight lines between the rates that were run.
+
+    NaN when it does not happen there.
+    """
+    shares = [float(one.attainments(slo)[:, side].mean()) for one in rates]
+    for index in range(1, len(rates)):
+        high, low = shares[index - 1], shares[index]
+        if high >= GOODPUT_SHARE > low:
+            part = (high - GOODPUT_SHARE) / (high - low)
+            return rates[index - 1].rate + part * (rates[index].rate - rates[index - 1].rate)
+    return float("nan")
+
+
+def figures_of(mode: str, rates: list[Rate], slo: SLO) -> list[dict]:
+    """Differences at the rates that tell something, and of goodput, with their targets."""
     figures = []
-    with Service.local(**counts, config=engine_of(profile)) as service:
-        served(service, lengths.resample(10, 2.0, 99), 99)  # warms up
-        for rate in given.rates:
-            pairs = []
-            for seed in range(given.repeats):
-                count = max(int(rate * given.seconds), 20)
-                workload = lengths.resample(count, rate, seed)
-                pairs.append(
-                    (served(service, workload, seed), simulated(profile, is_colocated, workload))
-                )
-            figures += _row(f"{name}_{rate:g}", rate, pairs, slo)
+    telling = [
+        one
+        for one in rates
+        if INFORMATIVE[0] <= one.attainments(slo)[:, 0].mean() <= INFORMATIVE[1]
+    ]
+    figures.append(_figure(f"{mode}_rates", len(telling), "rates", LEAST_RATES, at_least=True))
+    for one in telling:
+        name = f"{mode}_{one.rate:g}"
+        shares, values = one.attainments(slo), one.percentiles_s()
+        off = abs(float(np.diff(shares.mean(axis=0))[0]))
+        most = max(MOST_POINTS, float(shares[:, 0].std()))
+        figures.append(_figure(f"{name}_attainment_off", off, "share", round(most, 4)))
+        ratios = np.abs(values[1] / values[0] - 1.0)
+        for index, metric in enumerate(("ttft_p50", "ttft_p90", "tpot_p50", "tpot_p90")):
+            most = MOST_P90 if metric.endswith("p90") else MOST_MEDIAN
+            figures.append(_figure(f"{name}_{metric}_off", ratios[index], "share", most))
+    real, simulation = (goodput(rates, slo, side) for side in (0, 1))
+    off = abs(simulation / real - 1.0)
+    print(f"goodput at {GOODPUT_SHARE:.0%}: real {real:.3g}, simulated {simulation:.3g} requests/s")
+    figures.append(_figure(f"{mode}_goodput_off", off, "share", MOST_GOODPUT))
     return figures
 
 
-def _row(name: str, rate: float, pairs: list[tuple[Seen, Seen]], slo: SLO) -> list[dict]:
-    shares = np.array([[side.attainment(slo) for side in pair] for pair in pairs])
-    medians = np.array([[side.medians_s() for side in pair] for pair in pairs]).mean(axis=0)
-    (real, simulation), noise = shares.mean(axis=0), float(shares[:, 0].std())
-    cells = f"{rate:6g}{real:10.1%} |{simulation:7.1%}"
-    for index in range(2):
-        cells += f"{medians[0, index] * 1e3:9.1f} |{medians[1, index] * 1e3:7.1f}"
-    print(cells, flush=True)
-    off = abs(simulation - real)
-    target = max(POINTS, noise)
-    figures = [_figure(f"{name}_attainment_off", off, "share", target)]
-    for index, metric in enumerate(("ttft", "tpot")):
-        ratio = abs(medians[1, index] / medians[0, index] - 1.0)
-        figures.append(_figure(f"{name}_{metric}_p50_off", ratio, "share", TTFT_TPOT_MEDIAN))
-    return figures
-
-
-def _figure(name: str, value: float, unit: str, target: float) -> dict:
-    ok = bool(value <= target)
-    return {"name": name, "value": round(value, 4), "unit": unit, "target": target, "ok": ok}
+def _figure(name: str, value: float, unit: str, target: float, at_least: bool = False) -> dict:
+    """NaN, for no answer, is not ok."""
+    ok = bool(value >= target if at_least else value <= target)
+    shown = round(float(value), 4) if np.isfinite(value) else None
+    return {"name": name, "value": shown, "unit": unit, "target": target, "ok": ok}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--trace", required=True, help="CSV or JSONL, as for daskserve plan")
-    parser.add_argument("--profile", help="of daskserve calibrate --threads 1: disaggregated")
-    parser.add_argument("--colocated-profile", help="of daskserve calibrate --threads 2: colocated")
-    parser.add_argument("--rates", type=float, nargs="+", default=[2, 4, 6, 8, 10, 12])
+    parser.add_argument("--profile", help="of daskserve calibrate: disaggregated")
+    parser.add_argument("--colocated-profile", help="of daskserve calibrate with all cores")
+    parser.add_argument("--rates", type=float, nargs="+", required=True, help="requests/s, rising")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=60.0, help="of one run")
-    parser.add_argument("--ttft", type=float, default=0.4)
-    parser.add_argument("--tpot", type=float, default=0.05)
+    parser.add_argument("--requests", type=int, default=150, help="of one run")
+    parser.add_argument("--folder", type=Path, default=Path("table2-runs"), help="of the runs")
+    parser.add_argument("--enough", type=float, default=float("inf"), metavar="SECONDS",
+                        help="no run that would end later is begun")  # fmt: skip
+    parser.add_argument(
+        "--ttft", type=float, help="limits in seconds, instead of those that follow"
+    )
+    parser.add_argument("--tpot", type=float)
     given = parser.parse_args()
-    slo = SLO(given.ttft, given.tpot)
     modes = {"disaggregated": given.profile, "colocated": given.colocated_profile}
     if not any(modes.values()):
         parser.error("give --profile, --colocated-profile or both")
+    lengths = short_lengths(given.trace)
+
+    def workload_at(rate: float) -> Workload:
+        return lengths.resample(given.requests, rate, seed=round(rate * 1000), arrivals=Poisson())
+
     figures = []
-    for name, path in modes.items():
-        if path:
-            figures += compare(name, read_calibration(path), given, slo)
+    for mode, path in modes.items():
+        if not path:
+            continue
+        profile = read_calibration(path)
+        facts = {"trace": Path(given.trace).name, "requests": given.requests}
+        folder = RunFolder(given.folder, facts)
+        keys = [Key(mode, rate, n) for n in range(given.repeats) for rate in given.rates]
+        make_runs(folder, keys, engine_of(profile), workload_at, given.enough)
+        rates = rates_of(profile, mode, folder, given)
+        lightest = Key(mode, given.rates[0], 0)
+        if not folder.has(lightest):
+            continue
+        slo = limits_of(folder.read(lightest))
+        slo = SLO(given.ttft or slo.ttft_s, given.tpot or slo.tpot_s)
+        show(mode, rates, slo)
+        figures += figures_of(mode, rates, slo)
     print(json.dumps(figures))
 
 

@@ -133,12 +133,17 @@ class Cluster:
         Bytes/s that one node sends, and at the same time receives, to all others together.
     network_latency_s, link_latency_s
         Seconds until the first byte, between nodes and inside a node.
+    prefill_slowdown, decode_slowdown
+        What a step takes longer beside an instance of the other role on its node, as of
+        `Deployment`; 0 for GPUs, which share nothing.
     """
 
     groups: tuple[NodeGroup, ...]
     network_bandwidth: float = 400 * GBPS
     network_latency_s: float = 20e-6
     link_latency_s: float = 5e-6
+    prefill_slowdown: float = 0.0
+    decode_slowdown: float = 0.0
 
     def __post_init__(self) -> None:
         if not self.groups:
@@ -148,6 +153,9 @@ class Cluster:
         for name in ("network_latency_s", "link_latency_s"):
             if not (math.isfinite(getattr(self, name)) and getattr(self, name) >= 0):
                 raise InvalidParameter(name, getattr(self, name), "must be at least 0 seconds")
+        for name in ("prefill_slowdown", "decode_slowdown"):
+            if not (math.isfinite(getattr(self, name)) and getattr(self, name) >= 0):
+                raise InvalidParameter(name, getattr(self, name), "must be at least 0")
         names = [group.gpu.name for group in self.groups]
         if len(set(names)) < len(names):
             raise InvalidParameter("groups", names, "must each hold another GPU type")

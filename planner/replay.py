@@ -15,7 +15,7 @@ from daskserve.errors import ConfigError, WorkloadError
 from daskserve.planner.hardware import GPU, Cluster, NodeGroup, gpu_named
 from daskserve.planner.latency import CalibratedModel, LatencyModel
 from daskserve.planner.model_spec import ModelSpec
-from daskserve.planner.search.deploy import link_bandwidth
+from daskserve.planner.search.deploy import link_bandwidth, slowdowns
 from daskserve.planner.search.units import Instances
 from daskserve.planner.simulator import Deployment, SimulationResult
 from daskserve.planner.simulator.driving import run_arrays
@@ -260,6 +260,7 @@ def _links(
         "link_bandwidth": prefill_link,
         "decode_link_bandwidth": decode_link,
         "link_latency_s": latency_s,
+        **(slowdowns(cluster) if inside else {}),
     }
 
 

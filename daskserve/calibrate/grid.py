@@ -64,6 +64,8 @@ class Grid:
     hand_over_tokens, num_hand_overs
         Prompt lengths that are sent through a service, and how often each. The shortest is
         measured as a step of its own too.
+    service_batches, num_service_rows
+        Batches that decode in a service, and how often each, alone and beside prompts.
     """
 
     num_rounds: int
@@ -76,6 +78,8 @@ class Grid:
     contexts: tuple[int, ...]
     hand_over_tokens: tuple[int, ...]
     num_hand_overs: int
+    service_batches: tuple[int, ...]
+    num_service_rows: int
 
     def points(
         self, context_tokens: int, max_batch_size: int, num_blocks: int, block_size: int
@@ -128,6 +132,8 @@ FULL = Grid(
     contexts=(32, 128, 512, 1024),
     hand_over_tokens=(32, 128, 512, 1024, 2040),
     num_hand_overs=8,
+    service_batches=(1, 2, 4, 8, 16),
+    num_service_rows=3,
 )
 QUICK = Grid(
     num_rounds=5,
@@ -140,4 +146,6 @@ QUICK = Grid(
     contexts=(64, 256, 1024),
     hand_over_tokens=(64, 256, 1024),
     num_hand_overs=5,
+    service_batches=(1, 4, 8),
+    num_service_rows=2,
 )

@@ -1,26 +1,24 @@
-"""What lies between the steps: dispatch, KV transfer and hand-over, asked of a local service.
+"""What lies between the steps: dispatch, KV transfer and hand-over, asked of a service.
 
-One request at a time through a prefill and a decode process, as a stream: whatever its timeline
-holds besides steps is overhead, and nothing waits for anything else.
+One request at a time, as a stream: whatever its timeline holds besides steps is overhead, and
+nothing waits for anything else.
 """
 
 from __future__ import annotations
 
 import asyncio
-import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from scipy.optimize import nnls
 
-from daskserve.calibrate.grid import Grid, Point
-from daskserve.core.instance import EngineConfig
+from daskserve.calibrate.grid import Grid
 from daskserve.core.kv import blocks_for
 from daskserve.core.params import SamplingParams
 from daskserve.core.request import Timeline
 from daskserve.errors import ConfigError
-from daskserve.planner.latency.calibration import Measurement, Overheads, TransferPoint
+from daskserve.planner.latency.calibration import Measurement, TransferPoint
 from daskserve.service import Service
 
 OUTPUT_TOKENS = 8
@@ -35,23 +33,15 @@ class HandOver:
     prompt_tokens: int
     timeline: Timeline
 
-    @property
-    def decode_step_s(self) -> float:
-        return self.timeline.decode_s / (OUTPUT_TOKENS - 1)
-
 
 def hand_overs(
-    config: EngineConfig,
+    service: Service,
     grid: Grid,
     context_tokens: int,
-    vocab_size: int,
     on_request: Callable[[int, int], None] = lambda done, of: None,
     seed: int = 0,
 ) -> list[HandOver]:
-    """Send prompts of several lengths through a local service, in random order.
-
-    Both instances may use the same cores where there are not enough for each to have its own:
-    only one of them computes at a time.
+    """Send prompts of several lengths through a service, one at a time, in random order.
 
     Raises
     ------
@@ -66,13 +56,11 @@ def hand_overs(
     rng = np.random.default_rng(seed)
     order = [int(rng.choice(lengths)) for _ in range(_NUM_WARM_UPS)]
     order += rng.permutation(np.repeat(lengths, grid.num_hand_overs)).tolist()
-    has_own_cores = 2 * (config.num_threads or 1) <= len(os.sched_getaffinity(0))
     answers = []
-    with Service.local(config=config, cores="auto" if has_own_cores else None) as service:
-        for number, length in enumerate(order, start=1):
-            ids = rng.integers(0, vocab_size, length).tolist()
-            answers.append(HandOver(length, _alone(service, ids)))
-            on_request(number, len(order))
+    for number, length in enumerate(order, start=1):
+        ids = rng.integers(0, service.tokenizer.vocab_size, length).tolist()
+        answers.append(HandOver(length, _alone(service, ids)))
+        on_request(number, len(order))
     return answers[_NUM_WARM_UPS:]
 
 
@@ -106,27 +94,6 @@ def link_of(points: Sequence[TransferPoint]) -> tuple[float, float]:
     found, _ = nnls(matrix / scale, np.ones(len(points)))
     latency_s, per_byte_s = found / scale
     return float(latency_s), float(1.0 / per_byte_s) if per_byte_s > 0 else float("inf")
-
-
-def overheads_of(
-    answers: Sequence[HandOver], steps_s: Mapping[Point, Sequence[float]], kv_latency_s: float
-) -> Overheads:
-    """Dispatch and hand-over over all requests; what steps take longer, at the shortest prompt.
-
-    There the fixed costs are the largest share of a step. Steps that come out shorter in a
-    service count as equal.
-    """
-    shortest = min(answer.prompt_tokens for answer in answers)
-    brief = [answer for answer in answers if answer.prompt_tokens == shortest]
-    prefill_s = float(np.median(steps_s[Point("prefill", 1, shortest)]))
-    decode_s = float(np.median(steps_s[Point("decode", 1, shortest)]))
-    return Overheads(
-        dispatch=measurement([a.timeline.prefill_queue_s for a in answers]),
-        hand_over=measurement([a.timeline.decode_queue_s for a in answers]),
-        prefill_extra=measurement([a.timeline.prefill_s - prefill_s for a in brief]),
-        decode_extra=measurement([a.decode_step_s - decode_s for a in brief]),
-        kv_latency_s=kv_latency_s,
-    )
 
 
 def measurement(times_s: Sequence[float]) -> Measurement:

@@ -134,9 +134,16 @@ def _overheads(found: Calibration) -> Table:
         ("prefill step in a service, more than alone", added.prefill_extra),
         ("decode step in a service, more than alone", added.decode_extra),
     ]
+    per_request_s, sharing = added.decode_extra_per_request_s, found.sharing
     rows += [(_transfer_name(point), point) for point in found.kv_transfers]
     for name, one in rows:
         table.add_row(name, f"{one.median_s * 1e3:.2f}", _share(one), str(one.num_repeats))
+    table.add_row("and for each request of its batch", f"{per_request_s * 1e3:.2f}")
+    for name, share in (
+        (("prefill", sharing.prefill), ("decode", sharing.decode)) if sharing else ()
+    ):
+        what = f"{name} step while the other instance computes"
+        table.add_row(what, f"+{share.median:.1%}", f"{share.spread:.1%}", str(share.num_repeats))
     link = found.hardware.link_bytes_per_s / 1e9
     table.add_row(
         f"KV transfer, fitted: + bytes at {link:.2f} GB/s", f"{added.kv_latency_s * 1e3:.2f}"

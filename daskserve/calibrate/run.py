@@ -19,15 +19,10 @@ from daskserve.calibrate.fitting import (
     why_not,
 )
 from daskserve.calibrate.grid import Grid, Point
-from daskserve.calibrate.handing_over import (
-    HandOver,
-    hand_overs,
-    link_of,
-    measurement,
-    overheads_of,
-    transfers_of,
-)
+from daskserve.calibrate.handing_over import hand_overs, link_of, measurement, transfers_of
+from daskserve.calibrate.in_service import decode_steps, steps_beside
 from daskserve.calibrate.machine import HARDWARE, hardware_facts, machine_facts
+from daskserve.calibrate.service_fit import Served, overheads_of, sharing_of
 from daskserve.calibrate.steps import StepRig, measure_steps
 from daskserve.core.instance import DEFAULT_BUDGET_TOKENS, EngineConfig
 from daskserve.errors import ConfigError
@@ -40,6 +35,7 @@ from daskserve.planner.latency.calibration import (
     StepPoint,
 )
 from daskserve.planner.model_spec import ModelSpec
+from daskserve.service import Service
 from daskserve.workers.forward import ModelShape
 from daskserve.workers.loading import LoadModel, load_model
 from daskserve.workers.profile import (
@@ -64,8 +60,8 @@ class Measured:
         The engine, its threads and L_m filled in.
     times
         Repeats of every step, in seconds.
-    answers
-        Requests that had a service to themselves.
+    served
+        What services took.
     page_bytes
         KV bytes of one page.
     """
@@ -73,7 +69,7 @@ class Measured:
     config: EngineConfig
     model: ModelSpec
     times: dict[Point, list[float]]
-    answers: list[HandOver]
+    served: Served
     page_bytes: int
 
     @property
@@ -125,24 +121,49 @@ def _measure(
     times = measure_steps(rig, grid, on_round=lambda n: on_progress(_round(n)))
     medians_s = {point: float(np.median(values)) for point, values in times.items()}
     config = replace(config, prefill_budget_tokens=_budget_tokens(config, medians_s))
-    shape, page_bytes = rig.shape, rig.page_bytes
-    del rig  # the service loads the model twice more
+    context_tokens, page_bytes = rig.shape.context_tokens, rig.page_bytes
+    del rig  # the services load the model again
+    served = _serve(config, grid, context_tokens, on_progress)
+    return Measured(config, model, times, served, page_bytes)
+
+
+def _serve(
+    config: EngineConfig, grid: Grid, context_tokens: int, on_progress: OnProgress
+) -> Served:
+    """What a prefill and a decode process take, and without cores for both a colocated one.
+
+    Processes may use the same cores where only one of them computes at a time.
+    """
+
+    def on_request(done: int, of: int) -> None:
+        if done % 10 == 0:
+            on_progress(f"request {done} of {of}")
+
+    batches = [n for n in grid.service_batches if n <= config.max_batch_size]
+    repeats = grid.num_service_rows
+    has_own_cores = 2 * (config.num_threads or 1) <= len(os.sched_getaffinity(0))
     on_progress("starting a prefill and a decode process")
-    answers = hand_overs(
-        config,
-        grid,
-        shape.context_tokens,
-        shape.vocab_size,
-        lambda done, of: on_progress(f"request {done} of {of}") if done % 10 == 0 else None,
-    )
-    return Measured(config, model, times, answers, page_bytes)
+    with Service.local(config=config, cores="auto" if has_own_cores else None) as service:
+        apart = hand_overs(service, grid, context_tokens, on_request)
+        if has_own_cores:
+            on_progress("decoding in batches, alone and beside prompts")
+            alone = decode_steps(service, batches, repeats)
+            both, prefills = steps_beside(service, batches, repeats)
+            return Served(apart, apart, alone + both, prefills, is_colocated=False)
+    on_progress("starting a colocated process")
+    with Service.local(prefill=0, decode=0, colocated=1, config=config) as service:
+        answers = hand_overs(service, grid, context_tokens, on_request)
+        on_progress("decoding in batches")
+        rows = decode_steps(service, batches, repeats)
+        return Served(apart, answers, rows, [], is_colocated=True)
 
 
 def calibration_of(measured_here: Measured) -> Calibration:
     """Fit, judge, and put everything into one profile."""
     config, model, times = measured_here.config, measured_here.model, measured_here.times
     medians_s = measured_here.medians_s
-    transfers = transfers_of(measured_here.answers, measured_here.page_bytes, config.block_size)
+    served = measured_here.served
+    transfers = transfers_of(served.apart, measured_here.page_bytes, config.block_size)
     kv_latency_s, link = link_of(transfers)
     hardware = hardware_facts(config, config.num_threads or 1, model, medians_s, link)
     parts = split(list(times))
@@ -152,9 +173,16 @@ def calibration_of(measured_here: Measured) -> Calibration:
     paper = fit(model, {p: medians_s[p] for p in parts.fitted}, batch_term=False)
     paper_s = predict(replace(base, coefficients=paper), list(times))
     errors = judge(parts, medians_s, predicted_s, paper_s)
+    overheads = overheads_of(served, base, kv_latency_s)
+    inside = replace(
+        base,
+        prefill_extra_s=overheads.prefill_extra.median_s,
+        decode_extra_s=overheads.decode_extra.median_s,
+        decode_extra_per_request_s=overheads.decode_extra_per_request_s,
+    )
     reasons = why_not(errors, medians_s, predicted_s)
     return Calibration(
-        schema_version=1,
+        schema_version=2,
         is_trusted=not reasons,
         why_not=reasons,
         measured_at=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -173,7 +201,8 @@ def calibration_of(measured_here: Measured) -> Calibration:
         errors=errors,
         steps=_steps(times, predicted_s, parts.held_out),
         kv_transfers=transfers,
-        overheads=overheads_of(measured_here.answers, times, kv_latency_s),
+        overheads=overheads,
+        sharing=sharing_of(served, inside),
     )
 
 

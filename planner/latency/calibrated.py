@@ -33,8 +33,11 @@ class CalibratedModel:
         From a request's submission to an idle prefill instance that starts on it.
     hand_over_s
         From the first token to the first decode step, without the bytes of the KV.
-    prefill_extra_s, decode_extra_s
-        What a step in a service takes longer than a step by itself.
+    prefill_extra_s, decode_extra_s, decode_extra_per_request_s
+        What a step in a service takes longer than a step by itself: always, and for each
+        request that it decodes.
+    prefill_slowdown, decode_slowdown
+        What steps take longer beside an instance of the other role, see `Deployment`.
     """
 
     model: ModelSpec
@@ -46,6 +49,9 @@ class CalibratedModel:
     hand_over_s: float = 0.0
     prefill_extra_s: float = 0.0
     decode_extra_s: float = 0.0
+    decode_extra_per_request_s: float = 0.0
+    prefill_slowdown: float = 0.0
+    decode_slowdown: float = 0.0
     memory: MemoryBudget = field(default_factory=MemoryBudget)
 
     def step_times(self, model: ModelSpec, gpu: GPU, parallelism: Parallelism) -> StepTimes:
@@ -60,10 +66,12 @@ class CalibratedModel:
             )
         if parallelism != Parallelism():
             raise ModelError(f"the calibration is of one process, not of {parallelism}")
+        weights = model.num_active_parameters
         inside = replace(
             self.coefficients,
             c3=self.coefficients.c3 + self.prefill_extra_s,
-            c4=self.coefficients.c4 + self.decode_extra_s / model.num_active_parameters,
+            c4=self.coefficients.c4 + self.decode_extra_s / weights,
+            c6=self.coefficients.c6 + self.decode_extra_per_request_s / weights,
         )
         paper = PaperModel({1: inside}, self.memory, self.max_batch_size)
         step = paper.step_times(model, self.hardware, parallelism)
@@ -71,7 +79,9 @@ class CalibratedModel:
 
     def alone(self) -> CalibratedModel:
         """The same without what a service adds to its steps."""
-        return replace(self, prefill_extra_s=0.0, decode_extra_s=0.0)
+        return replace(
+            self, prefill_extra_s=0.0, decode_extra_s=0.0, decode_extra_per_request_s=0.0
+        )
 
     def on(self, cluster: Cluster) -> Cluster:
         """The cluster with the measured hardware in place of the data sheet's."""
@@ -79,7 +89,13 @@ class CalibratedModel:
             replace(group, gpu=self.measured(group.gpu).priced(group.gpu.price_per_hour))
             for group in cluster.groups
         )
-        return replace(cluster, groups=groups, link_latency_s=self.hand_over_s)
+        return replace(
+            cluster,
+            groups=groups,
+            link_latency_s=self.hand_over_s,
+            prefill_slowdown=self.prefill_slowdown,
+            decode_slowdown=self.decode_slowdown,
+        )
 
     def less_dispatch(self, slo: SLO) -> SLO:
         """What is left of the limits once a request is dispatched.

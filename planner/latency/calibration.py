@@ -18,7 +18,7 @@ from daskserve.planner.latency.calibrated import CalibratedModel
 from daskserve.planner.latency.paper import PaperCoefficients
 from daskserve.planner.model_spec import ModelSpec
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 Phase = Literal["prefill", "decode"]
 
@@ -124,19 +124,39 @@ class PhaseError(_Strict):
 
 
 class Overheads(_Strict):
-    """What a service adds to the steps, one request at a time; see ``CalibratedModel``."""
+    """What a service adds to the steps, of which it makes one at a time; see ``CalibratedModel``.
 
+    ``is_colocated`` says of what kind of service: an instance with all cores is alone on them.
+    """
+
+    is_colocated: bool
     dispatch: Measurement
     hand_over: Measurement
     prefill_extra: Measurement
     decode_extra: Measurement
+    decode_extra_per_request_s: NotNegative
     kv_latency_s: NotNegative
+
+
+class Slowdown(_Strict):
+    """What a step takes longer beside the other role, as a share: median and quartiles' range."""
+
+    median: NotNegative
+    spread: NotNegative
+    num_repeats: Count
+
+
+class Sharing(_Strict):
+    """What a prefill and a decode instance cost each other that compute at the same time."""
+
+    prefill: Slowdown
+    decode: Slowdown
 
 
 class Calibration(_Strict):
     """Everything in a profile file."""
 
-    schema_version: Literal[1]
+    schema_version: Literal[2]
     is_trusted: bool
     why_not: list[str]
     measured_at: str
@@ -149,10 +169,12 @@ class Calibration(_Strict):
     steps: list[StepPoint]
     kv_transfers: list[TransferPoint]
     overheads: Overheads
+    sharing: Sharing | None
+    """None where two instances would not have had cores of their own."""
 
     def latency(self) -> CalibratedModel:
         """What the planner reads."""
-        hardware, added = self.hardware, self.overheads
+        hardware, added, sharing = self.hardware, self.overheads, self.sharing
         return CalibratedModel(
             model=self.model,
             hardware=GPU(
@@ -170,6 +192,9 @@ class Calibration(_Strict):
             hand_over_s=added.hand_over.median_s + added.kv_latency_s,
             prefill_extra_s=added.prefill_extra.median_s,
             decode_extra_s=added.decode_extra.median_s,
+            decode_extra_per_request_s=added.decode_extra_per_request_s,
+            prefill_slowdown=sharing.prefill.median if sharing else 0.0,
+            decode_slowdown=sharing.decode.median if sharing else 0.0,
         )
 
     def write(self, path: str | Path) -> None:
@@ -224,7 +249,7 @@ def _near(key: str, names: list[str]) -> str:
 
 
 _ALL = (Calibration, MachineFacts, EngineFacts, HardwareFacts, Fitted, Coefficients, StepPoint,
-        TransferPoint, PhaseError, Overheads)  # fmt: skip
+        TransferPoint, PhaseError, Overheads, Slowdown, Sharing)  # fmt: skip
 
 
 def _first_problem(error: ValidationError) -> str:

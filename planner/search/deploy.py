@@ -42,7 +42,16 @@ def deployment_of(unit: Unit, model: ModelSpec, cluster: Cluster, times_of: Time
         link_bandwidth=link_bandwidth(prefill, cluster, inside),
         decode_link_bandwidth=link_bandwidth(decode, cluster, inside),
         link_latency_s=cluster.link_latency_s if inside else cluster.network_latency_s,
+        **(slowdowns(cluster) if inside else {}),
     )
+
+
+def slowdowns(cluster: Cluster) -> dict[str, float]:
+    """What instances of both roles on one node cost each other."""
+    return {
+        "prefill_slowdown": cluster.prefill_slowdown,
+        "decode_slowdown": cluster.decode_slowdown,
+    }
 
 
 def stays_in_node(unit: Unit, cluster: Cluster) -> bool:

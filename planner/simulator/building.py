@@ -111,6 +111,9 @@ def _set_world(tables: r.Tables, deployment: Deployment, max_batch: int) -> None
     world.max_tokens = deployment.max_tokens or 0
     world.block_bytes = deployment.block_size * deployment.kv_bytes_per_token
     world.link_latency_s = deployment.link_latency_s
+    world.prefill_slowdown = deployment.prefill_slowdown
+    world.decode_slowdown = deployment.decode_slowdown
+    world.prefill_pace = world.decode_pace = 1.0
     world.max_batch = max_batch
     world.num_prefills, world.num_instances = deployment.num_prefill, deployment.num_decode
     world.router_size, world.scratch_size = tables.router.shape[1], tables.scratch.shape[1]

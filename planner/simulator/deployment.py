@@ -38,6 +38,10 @@ class Deployment:
         Bytes/s of the link of each prefill and of each decode instance (None: the same).
     link_latency_s
         Added to every transfer.
+    prefill_slowdown, decode_slowdown
+        Instances on one machine that compete for its memory and cores: how much longer a step
+        of this role takes, as a share of its time alone, for each instance of the other role
+        that computes at the same time.
     block_size
         Tokens per KV page.
     max_tokens
@@ -56,6 +60,8 @@ class Deployment:
     link_bandwidth: float = math.inf
     decode_link_bandwidth: float | None = None
     link_latency_s: float = 0.0
+    prefill_slowdown: float = 0.0
+    decode_slowdown: float = 0.0
     block_size: int = 16
     max_tokens: int | None = None
 
@@ -80,6 +86,7 @@ class Deployment:
                 f"max_tokens={self.max_tokens} must be at least 1, and needs instances that decode"
             )
         self._check_links(colocated)
+        self._check_slowdowns()
 
     @classmethod
     def disaggregated(
@@ -133,6 +140,17 @@ class Deployment:
         )
         if unused and is_set:
             raise ConfigError("only a deployment with decode instances of their own has KV links")
+
+    def _check_slowdowns(self) -> None:
+        for name in ("prefill_slowdown", "decode_slowdown"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value >= 0):
+                raise ConfigError(f"{name}={value} must be at least 0")
+            if value > 0 and not (self.num_prefill and self.num_decode):
+                raise ConfigError(f"{name}={value} needs instances of both roles")
+            everyone = (*self.prefill_instances, *self.decode_instances)
+            if value > 0 and any(times.num_stages > 1 for times in everyone):
+                raise ConfigError(f"{name}={value} is not modelled for pipelines")
 
 
 def _check_instances(name: str, times: Instances, count: int) -> None:

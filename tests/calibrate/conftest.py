@@ -23,6 +23,8 @@ TINY = replace(
     contexts=(16, 32, 64),
     hand_over_tokens=(16, 64),
     num_hand_overs=3,
+    service_batches=(1, 4),
+    num_service_rows=2,
 )
 TRUE = PaperCoefficients(2e-12, 3e-11, 0.004, 1.5e-10, 4e-11, 1e-11)
 

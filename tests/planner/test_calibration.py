@@ -27,6 +27,10 @@ def measured(median_s: float) -> dict:
     return {"median_s": median_s, "spread_s": 0.0, "num_repeats": 3}
 
 
+def slowdown(median: float) -> dict:
+    return {"median": median, "spread": 0.0, "num_repeats": 3}
+
+
 def document(**changes) -> dict:
     """A profile of llama-3.1-8b on a fast machine: 10 ms + 20 us per token, 5 ms + 1 ms per row."""
     weights = ModelSpec.load("llama-3.1-8b").num_active_parameters
@@ -40,7 +44,7 @@ def document(**changes) -> dict:
         "c6_s_per_weight_request": 0.001 / weights,
     }
     return {
-        "schema_version": 1,
+        "schema_version": 2,
         "is_trusted": True,
         "why_not": [],
         "measured_at": "2026-01-01T00:00:00+00:00",
@@ -76,12 +80,15 @@ def document(**changes) -> dict:
         ],
         "kv_transfers": [measured(0.01) | {"kv_bytes": 2**20}],
         "overheads": {
+            "is_colocated": False,
             "dispatch": measured(0.1),
             "hand_over": measured(0.003),
             "prefill_extra": measured(0.002),
             "decode_extra": measured(0.004),
+            "decode_extra_per_request_s": 0.0005,
             "kv_latency_s": 0.001,
         },
+        "sharing": {"prefill": slowdown(0.1), "decode": slowdown(0.2)},
     } | changes
 
 
@@ -106,13 +113,14 @@ def test_step_times_are_the_fit_and_what_a_service_adds(write):
     latency = read_calibration(write()).latency()
     step = latency.step_times(latency.model, gpu_named("CPU"), Parallelism())
     assert step.prefill_s(1000) == pytest.approx(0.010 + 0.002 + 0.020)
-    assert step.decode_s(8, 0) == pytest.approx(0.005 + 0.004 + 0.008, rel=1e-3)
+    assert step.decode_s(8, 0) == pytest.approx(0.005 + 0.004 + 0.008 + 0.004, rel=1e-3)
     alone = latency.alone().step_times(latency.model, gpu_named("CPU"), Parallelism())
     assert alone.prefill_s(1000) == pytest.approx(0.030)
     assert (step.prefill_budget_tokens, step.max_batch_size) == (384, 24)
     cluster = latency.on(Cluster.of("CPU", 1, 2))
     assert cluster.groups[0].gpu.link_bandwidth == 2e9
     assert cluster.link_latency_s == pytest.approx(0.004)
+    assert (cluster.prefill_slowdown, cluster.decode_slowdown) == (0.1, 0.2)
 
 
 def test_other_hardware_models_and_splits_are_refused(write):
@@ -131,10 +139,10 @@ def test_other_hardware_models_and_splits_are_refused(write):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"schema_version": 2, "new": 1}, "schema_version=2; this reads version 1"),
+        ({"schema_version": 1, "new": 1}, "schema_version=1; this reads version 2"),
         ({"is_trustd": True}, "is_trustd is not a key; did you mean is_trusted?"),
         ({"is_trusted": "yes"}, "is_trusted: Input should be a valid boolean"),
-        ({"overheads": {}}, "overheads.dispatch: Field required"),
+        ({"overheads": {"is_colocated": False}}, "overheads.dispatch: Field required"),
         ({"model": document()["model"] | {"num_layer": 3}}, "num_layer is not a key; did you mean"),
         ({"model": document()["model"] | {"num_layers": "3"}}, "model.num_layers: "),
         ({"hardware": document()["hardware"] | {"flops_per_s": 0}}, "hardware.flops_per_s: "),
@@ -149,7 +157,7 @@ def test_what_is_wrong_is_named(write, changes, message):
 
 
 def test_no_json_and_no_file(tmp_path):
-    (tmp_path / "half.json").write_text('{"schema_version": 1')
+    (tmp_path / "half.json").write_text('{"schema_version": 2')
     with pytest.raises(ConfigError, match="half.json: Invalid JSON"):
         read_calibration(tmp_path / "half.json")
     with pytest.raises(ConfigError, match="cannot read"):

@@ -63,7 +63,7 @@ def through_stages(world, first_stage, times, pass_s, now):
 
 @inner
 def iterations_s(lane, count):
-    """Seconds that ``count`` decode iterations take from the start of the lane's run."""
+    """Seconds that ``count`` decode iterations take from the start of the run, undisturbed."""
     tokens = count * lane.context_sum + lane.num_running * (count * (count - 1) // 2)
     return count * lane.base_s + lane.per_context_s * tokens
 
@@ -71,13 +71,13 @@ def iterations_s(lane, count):
 @inner
 def boundary_s(lane, count):
     """When the ``count``-th iteration of the lane's run ends."""
-    return lane.started_s + iterations_s(lane, count)
+    return lane.started_s + lane.pace * iterations_s(lane, count)
 
 
 @inner
 def first_boundary_at(lane, now):
     """Smallest number of iterations, at least 1, after which it is ``now`` or later."""
-    count = max(1, _iterations_in(lane, now - lane.started_s))
+    count = max(1, _iterations_in(lane, (now - lane.started_s) / lane.pace))
     while count > 1 and boundary_s(lane, count - 1) >= now:
         count -= 1
     while boundary_s(lane, count) < now:
@@ -88,7 +88,7 @@ def first_boundary_at(lane, now):
 @inner
 def boundaries_until(lane, now):
     """How many iterations of the lane's run have ended at ``now``."""
-    count = max(0, _iterations_in(lane, now - lane.started_s))
+    count = max(0, _iterations_in(lane, (now - lane.started_s) / lane.pace))
     while count > 0 and boundary_s(lane, count) > now:
         count -= 1
     while count < lane.planned and boundary_s(lane, count + 1) <= now:

@@ -28,6 +28,7 @@ from daskserve.planner.simulator.compiled.records import (
     READY,
     READY_QUEUE,
 )
+from daskserve.planner.simulator.compiled.sharing import count_prefill
 
 
 @inner
@@ -86,7 +87,9 @@ def finish_batch(world, prefill_id, now):
     slot_id = flight_at(world, prefill.first_flight + prefill.oldest).head
     prefill.oldest = (prefill.oldest + 1) % num_stages
     prefill.num_flights -= 1
-    if prefill.num_flights > 0:
+    if prefill.num_flights == 0:
+        count_prefill(world, -1, now)
+    else:
         next_done_s = flight_at(world, prefill.first_flight + prefill.oldest).done_s
         schedule(world, FIRST_PREFILL + 2 * prefill_id, next_done_s)
     while slot_id != NOBODY:
@@ -141,9 +144,11 @@ def _launch(world, prefill_id, count, now):
     used = prefill.total_blocks - prefill.free_blocks
     prefill.peak_blocks = max(prefill.peak_blocks, used)
     pass_s = tokens_s(world, times, num_tokens) + times.quadratic_s * squares
+    pass_s *= world.prefill_pace
     flight.head = head
     flight.done_s = through_stages(world, prefill.first_stage, times, pass_s, now)
     prefill.num_flights += 1
     prefill.busy_s += pass_s + times.num_stages * times.stage_overhead_s
     if prefill.num_flights == 1:
         schedule(world, FIRST_PREFILL + 2 * prefill_id, flight.done_s)
+        count_prefill(world, 1, now)

@@ -146,9 +146,12 @@ LANE = np.dtype(
         ("instance", "i8"),
         ("state", "i1"),
         ("decodes", "i1"),  # the pass in flight adds a token to what runs
+        ("is_counted", "i1"),  # among the busy ones of the world
         ("iteration", "i8"),  # decode iterations done
         ("planned", "i8"),  # decode iterations until the next event of this lane
-        ("started_s", "f8"),
+        ("started_s", "f8"),  # as if it had gone at its present pace from the start
+        ("pace", "f8"),  # times as long as undisturbed
+        ("began_s", "f8"),
         ("base_s", "f8"),  # of one iteration, without its context
         ("per_context_s", "f8"),
         ("num_running", "i8"),
@@ -200,6 +203,12 @@ WORLD = np.dtype(
         ("max_tokens", "i8"),  # output limit that callers state; 0: none
         ("block_bytes", "f8"),
         ("link_latency_s", "f8"),
+        ("prefill_slowdown", "f8"),  # how much longer beside a busy instance of the other role
+        ("decode_slowdown", "f8"),
+        ("num_busy_prefills", "i8"),
+        ("num_busy_lanes", "i8"),
+        ("prefill_pace", "f8"),  # times as long as undisturbed, now
+        ("decode_pace", "f8"),
         ("max_batch", "i8"),
         ("num_prefills", "i8"),
         ("num_instances", "i8"),

@@ -39,7 +39,6 @@ from daskserve.planner.simulator.compiled.pages import growth, growth_at, iterat
 from daskserve.planner.simulator.compiled.passes import (
     blocks,
     boundary_s,
-    iterations_s,
     mixed_s,
     through_stages,
 )
@@ -62,6 +61,7 @@ from daskserve.planner.simulator.compiled.records import (
     STARTS,
 )
 from daskserve.planner.simulator.compiled.running import pop_ended, start_running
+from daskserve.planner.simulator.compiled.sharing import count_lane
 
 
 @inner
@@ -92,6 +92,7 @@ def end_step(world, lane_id, now):
         schedule(world, lane_source(world, lane_id), free_s)
         return
     _start_step(world, lane_id, now)
+    count_lane(world, lane_id, now)
 
 
 @inner
@@ -115,7 +116,7 @@ def _collect_tokens(world, lane_id, now):
     lane = lane_at(world, lane_id)
     instance = instance_at(world, lane.instance)
     if lane.num_chunks == 0 and instance.num_lanes == 1:
-        instance.busy_s += iterations_s(lane, lane.planned)
+        instance.busy_s += now - lane.began_s
     # The page before the step that follows the run is the next step's business.
     instance.free_blocks -= growth(world, lane_id, lane.planned - 1)
     note_peak(instance)
@@ -261,7 +262,8 @@ def _run_iterations(world, lane_id, now):
     instance = instance_at(world, lane.instance)
     times = times_at(world, instance.times)
     batch = batch_at(world, times.first_batch + lane.num_running)
-    lane.started_s = now
+    lane.began_s = lane.started_s = now
+    lane.pace = world.decode_pace
     lane.base_s = batch.base_s + times.stage_overhead_s
     lane.per_context_s = batch.per_context_s
     until_end = row_of(world, lane_id, ENDS_AT)[0] - lane.iteration
@@ -286,6 +288,7 @@ def _run_pass(world, lane_id, now):
     num_decoding = lane.num_running if lane.decodes else 0
     context_sum = lane.context_sum if lane.decodes else 0
     pass_s = mixed_s(world, times, num_tokens, squares, num_decoding, context_sum)
+    pass_s *= world.decode_pace
     lane.planned = 1
     instance.busy_s += pass_s + times.num_stages * times.stage_overhead_s
     leaves_s = through_stages(world, instance.first_stage, times, pass_s, now)

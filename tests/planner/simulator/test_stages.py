@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from daskserve.errors import ConfigError
 from daskserve.planner.simulator import Deployment
 from daskserve.planner.simulator.driving import run_arrays
 
@@ -150,3 +151,50 @@ def test_a_request_that_no_pool_can_hold_is_rejected_and_the_rest_go_on(step_tim
     done = run(deployment, (0.0, 1990, 500), (0.0, PROMPT, OUTPUT))
     assert done["status"].tolist() == [1, 0]
     assert np.isnan(done["prefill_s"][0]) and done["decode_s"][1] > 0
+
+
+def test_a_prefill_beside_a_decode_step_takes_longer_and_so_does_the_step(step_times):
+    """The second prompt is computed while the first decodes, all of its time."""
+    times = step_times(prefill_budget_tokens=PROMPT)
+    deployment = Deployment.disaggregated(
+        times, 1, times, 1, prefill_slowdown=0.25, decode_slowdown=0.5
+    )
+    done = run(deployment, *[(0.0, PROMPT, 400)] * 2)
+    first, second = done
+    assert first["prefill_s"] == pytest.approx(times.prefill_s(PROMPT))
+    assert second["prefill_s"] == pytest.approx(1.25 * times.prefill_s(PROMPT))
+    alone = run(Deployment.decode_alone(times, 1), (0.0, PROMPT, 400))[0]["decode_s"]
+    overlap_s = second["prefill_s"]
+    joined_s = decode_steps_s(times, PROMPT, 400)
+    assert alone == pytest.approx(joined_s)
+    lone = run(deployment, (0.0, PROMPT, 400), (0.0, PROMPT, 1))[0]
+    # A third of the overlap is lost: it computes at two thirds of its pace.
+    assert lone["decode_s"] == pytest.approx(alone + overlap_s / 3)
+
+
+def test_a_prompt_that_decoding_joins_late_is_slowed_for_the_rest(step_times):
+    """Decoding begins in the middle of a prefill, which goes on at the slower pace."""
+    times = step_times()
+    deployment = Deployment.disaggregated(
+        times, 1, times, 1, prefill_slowdown=0.5, link_latency_s=0.02
+    )
+    done = run(deployment, (0.0, PROMPT, 400), (0.001, 1024, 1))
+    prefill_s = times.prefill_s(1024)
+    assert done["prefill_s"][1] == pytest.approx(0.02 + 1.5 * (prefill_s - 0.02))
+
+
+def test_an_idle_neighbour_slows_nothing(step_times):
+    times = step_times()
+    links = dict(kv_bytes_per_token=KV_BYTES, link_bandwidth=1e9)
+    requests = (0.0, PROMPT, OUTPUT), (5.0, PROMPT, OUTPUT)
+    alone = run(Deployment.disaggregated(times, 1, times, 1, **links), *requests)
+    shared = Deployment.disaggregated(
+        times, 1, times, 1, prefill_slowdown=0.5, decode_slowdown=0.5, **links
+    )
+    assert run(shared, *requests).tolist() == alone.tolist()
+
+
+@pytest.mark.parametrize("given", [dict(prefill_slowdown=-0.1), dict(decode_slowdown=np.inf)])
+def test_a_slowdown_must_be_a_share(step_times, given):
+    with pytest.raises(ConfigError, match=f"{next(iter(given))}=.* must be at least 0"):
+        Deployment.disaggregated(step_times(), 1, step_times(), 1, **given)

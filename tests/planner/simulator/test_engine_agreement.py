@@ -49,6 +49,15 @@ def test_disaggregated_with_full_pools(agree, step_times, workload, seed):
     assert agree(deployment, workload(200, 25, seed)) > 0
 
 
+@pytest.mark.parametrize("capacity", [100_000, 4000])
+def test_instances_that_slow_each_other_down(agree, step_times, workload, capacity):
+    times = step_times(kv_capacity_tokens=capacity)
+    shared = dict(prefill_slowdown=0.15, decode_slowdown=0.3)
+    one = Deployment.disaggregated(times, 1, times, 1, link_latency_s=2e-3, **shared, **LINKS)
+    assert (agree(one, workload(200, 10)) > 0) == (capacity < 100_000)
+    agree(Deployment.disaggregated(times, 2, times, 2, **shared, **LINKS), workload(200, 20))
+
+
 def test_free_transfers(agree, step_times, workload):
     deployment = Deployment.disaggregated(step_times(), 1, step_times(), 1)
     agree(deployment, workload(100, 8))

@@ -55,6 +55,7 @@ class Decode:
         self.pool = KVPool(SHAPE, torch.float32, blocks, deployment.block_size)
         self.scheduler = ContinuousScheduler(self.pool, role, config, times.prefill_budget_tokens)
         self.step = None
+        self.busy = False
         self.landed = []
         self.bound = []
 
@@ -73,6 +74,7 @@ class VirtualCluster:
         self.sequence = itertools.count()
         self.done = {}
         self.times_of = {}
+        self.endings = {}
 
     def run(self, requests):
         for request_id, (arrival_s, prompt, output) in enumerate(requests):
@@ -105,16 +107,16 @@ class VirtualCluster:
         step = None if prefill.busy else prefill.scheduler.next_step()
         if step is None:
             return
-        prefill.busy = True
+        self._computes(prefill, True)
         sizes = [chunk.num_tokens for chunk in step.chunks]
         for chunk in step.chunks:
             self.times_of[chunk.sequence]["prefill"] = self.now
         seconds = prefill.times.prefill_s(sum(sizes), sum(size**2 for size in sizes))
-        ends_at = self.now + prefill.times.latency_s(seconds)
-        self._at(ends_at, PREFILL_DONE, self._end_prefill, prefill, step)
+        seconds = prefill.times.latency_s(seconds) * self._pace(prefill)
+        self._end_in(seconds, PREFILL_DONE, self._end_prefill, prefill, step)
 
     def _end_prefill(self, prefill, step):
-        prefill.busy = False
+        self._computes(prefill, False)
         for chunk in step.chunks:
             sequence = chunk.sequence
             prefill.queued.remove(sequence)
@@ -183,8 +185,36 @@ class VirtualCluster:
         decode.step = step
         if step is not None:
             self._note_starts(step)
-            seconds = decode.times.latency_s(self._seconds(decode, step))
-            self._at(self.now + seconds, STEP_END, self._iterate, decode, step)
+            seconds = decode.times.latency_s(self._seconds(decode, step)) * self._pace(decode)
+            self._end_in(seconds, STEP_END, self._iterate, decode, step)
+        self._computes(decode, step is not None)
+
+    # What steps take that others compute beside. An end that has been moved is not there any more.
+
+    def _end_in(self, seconds, priority, act, instance, step):
+        self.endings[instance] = (self.now + seconds, priority, act, step)
+        self._at(self.now + seconds, priority, self._ended, instance, self.endings[instance])
+
+    def _ended(self, instance, ending):
+        if self.endings.get(instance) is ending:
+            del self.endings[instance]
+            ending[2](instance, ending[3])
+
+    def _pace(self, instance):
+        others, share = self.decodes, self.deployment.prefill_slowdown
+        if isinstance(instance, Decode):
+            others, share = self.prefills, self.deployment.decode_slowdown
+        return 1 + share * sum(other.busy for other in others)
+
+    def _computes(self, instance, is_busy):
+        others = self.decodes if isinstance(instance, Prefill) else self.prefills
+        before = [self._pace(other) for other in others]
+        instance.busy = is_busy
+        for other, pace in zip(others, before, strict=True):
+            ratio = self._pace(other) / pace
+            if other in self.endings and ratio != 1:
+                ends_at, priority, act, step = self.endings[other]
+                self._end_in((ends_at - self.now) * ratio, priority, act, other, step)
 
     def _seconds(self, decode, step):
         running = step.decode.sequences if step.decode else []

@@ -18,7 +18,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -39,6 +41,7 @@ KV_MEMORY_BYTES = 2**30
 TTFT_FACTOR, TPOT_FACTOR = 2.0, 1.5
 """Limits over the 90th percentiles of the run at the lowest rate."""
 
+LOADS = (0.4, 0.55, 0.7, 0.8, 0.9, 1.0, 1.15)
 INFORMATIVE = (0.20, 0.95)
 """Attainments between which a rate tells something about the model."""
 
@@ -101,30 +104,43 @@ def engine_of(profile: Calibration) -> EngineConfig:
     )
 
 
-def simulated(profile: Calibration, mode: str, run: Run) -> Side:
-    """The same arrivals in the simulator."""
+def deployment_of(profile: Calibration, mode: str) -> Deployment:
+    """What the profile says of the service that is run."""
     latency = profile.latency()
     model, hardware = latency.model, latency.hardware
     capacity = int(KV_MEMORY_BYTES / model.kv_bytes_per_token)
     step = latency.step_times(model, hardware, Parallelism())
     step = step.limited_to(kv_capacity_tokens=min(capacity, step.kv_capacity_tokens))
-    deployment = Deployment.colocated(step, 1)
-    if mode == "disaggregated":
-        deployment = Deployment.disaggregated(
-            step,
-            1,
-            step,
-            1,
-            kv_bytes_per_token=model.kv_bytes_per_token,
-            link_bandwidth=hardware.link_bandwidth,
-            link_latency_s=latency.hand_over_s,
-            prefill_slowdown=latency.prefill_slowdown,
-            decode_slowdown=latency.decode_slowdown,
-        )
-    timelines = simulate(run.workload, deployment).timelines
+    if mode == "colocated":
+        return Deployment.colocated(step, 1)
+    return Deployment.disaggregated(
+        step,
+        1,
+        step,
+        1,
+        kv_bytes_per_token=model.kv_bytes_per_token,
+        link_bandwidth=hardware.link_bandwidth,
+        link_latency_s=latency.hand_over_s,
+        prefill_slowdown=latency.prefill_slowdown,
+        decode_slowdown=latency.decode_slowdown,
+    )
+
+
+def simulated(profile: Calibration, mode: str, run: Run) -> Side:
+    """The same arrivals in the simulator."""
+    timelines = simulate(run.workload, deployment_of(profile, mode)).timelines
+    dispatch_s = profile.latency().dispatch_s
     stages = {name: timelines[name].values.copy() for name in STAGES}
-    stages["prefill_queue_s"] += latency.dispatch_s
-    return Side(timelines["ttft_s"].values + latency.dispatch_s, timelines["tpot_s"].values, stages)
+    stages["prefill_queue_s"] += dispatch_s
+    return Side(timelines["ttft_s"].values + dispatch_s, timelines["tpot_s"].values, stages)
+
+
+def rates_to_run(profile: Calibration, mode: str, lengths: Workload) -> list[float]:
+    """From light load to overload, as shares of what the simulator gets through without a pause."""
+    _, prompt, output = lengths.arrays()
+    at_once = Workload.from_arrays(np.zeros(len(prompt)), prompt, output)
+    most = len(prompt) / simulate(at_once, deployment_of(profile, mode)).end_s
+    return [float(f"{share * most:.2g}") for share in LOADS]
 
 
 def limits_of(run: Run) -> SLO:
@@ -141,14 +157,11 @@ def _two_digits(value: float) -> float:
     return float(f"{np.ceil(value / digit) * digit:.2g}")
 
 
-def rates_of(
-    profile: Calibration, mode: str, folder: RunFolder, given: argparse.Namespace
-) -> list[Rate]:
+def rates_run(profile: Calibration, mode: str, folder: RunFolder, keys: list[Key]) -> list[Rate]:
     """What has been run so far, with its simulation."""
     found = []
-    for rate in given.rates:
-        keys = [Key(mode, rate, repeat) for repeat in range(given.repeats)]
-        runs = [folder.read(key) for key in keys if folder.has(key)]
+    for rate in sorted({key.rate for key in keys}):
+        runs = [folder.read(key) for key in keys if key.rate == rate and folder.has(key)]
         pairs = [
             (Side(run.ttft_s, run.tpot_s, run.stages), simulated(profile, mode, run))
             for run in runs
@@ -233,7 +246,7 @@ def main() -> None:
     parser.add_argument("--trace", required=True, help="CSV or JSONL, as for daskserve plan")
     parser.add_argument("--profile", help="of daskserve calibrate: disaggregated")
     parser.add_argument("--colocated-profile", help="of daskserve calibrate with all cores")
-    parser.add_argument("--rates", type=float, nargs="+", required=True, help="requests/s, rising")
+    parser.add_argument("--rates", type=float, nargs="+", help="requests/s, rising; for both modes")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--requests", type=int, default=150, help="of one run")
     parser.add_argument("--folder", type=Path, default=Path("table2-runs"), help="of the runs")
@@ -252,23 +265,27 @@ def main() -> None:
     def workload_at(rate: float) -> Workload:
         return lengths.resample(given.requests, rate, seed=round(rate * 1000), arrivals=Poisson())
 
+    folder, until = RunFolder(given.folder), time.monotonic() + given.enough
+    folder.check("trace", [Path(given.trace).name, given.requests])
     figures = []
     for mode, path in modes.items():
         if not path:
             continue
         profile = read_calibration(path)
-        facts = {"trace": Path(given.trace).name, "requests": given.requests}
-        folder = RunFolder(given.folder, facts)
-        keys = [Key(mode, rate, n) for n in range(given.repeats) for rate in given.rates]
-        make_runs(folder, keys, engine_of(profile), workload_at, given.enough)
-        rates = rates_of(profile, mode, folder, given)
-        lightest = Key(mode, given.rates[0], 0)
+        folder.check(f"{mode}-engine", profile.engine.model_dump())
+        rates = given.rates or folder.kept(
+            f"{mode}-rates", partial(rates_to_run, profile, mode, lengths)
+        )
+        keys = [Key(mode, rate, n) for n in range(given.repeats) for rate in rates]
+        make_runs(folder, keys, engine_of(profile), workload_at, until)
+        found = rates_run(profile, mode, folder, keys)
+        lightest = keys[0]
         if not folder.has(lightest):
             continue
         slo = limits_of(folder.read(lightest))
         slo = SLO(given.ttft or slo.ttft_s, given.tpot or slo.tpot_s)
-        show(mode, rates, slo)
-        figures += figures_of(mode, rates, slo)
+        show(mode, found, slo)
+        figures += figures_of(mode, found, slo)
     print(json.dumps(figures))
 
 

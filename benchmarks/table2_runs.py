@@ -14,6 +14,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -108,19 +109,9 @@ class Run:
 class RunFolder:
     """Runs that exist, and the facts that they share: a folder holds one experiment only."""
 
-    def __init__(self, path: Path, facts: dict) -> None:
+    def __init__(self, path: Path) -> None:
         self.path = path
         path.mkdir(parents=True, exist_ok=True)
-        file = path / "facts.json"
-        if not file.exists():
-            file.write_text(json.dumps(facts, indent=1), encoding="utf-8")
-        kept = json.loads(file.read_text(encoding="utf-8"))
-        for name, value in facts.items():
-            if kept.get(name) != value:
-                raise SystemExit(
-                    f"{path} holds runs with {name}={kept.get(name)}, not {value}: give another"
-                    " --folder"
-                )
 
     def has(self, key: Key) -> bool:
         return key.path(self.path).exists()
@@ -128,32 +119,44 @@ class RunFolder:
     def read(self, key: Key) -> Run:
         return Run.read(key.path(self.path))
 
+    def kept(self, name: str, make: Callable[[], Any]) -> Any:
+        """What was made when the experiment began."""
+        file = self.path / f"{name}.json"
+        if not file.exists():
+            file.write_text(json.dumps(make()), encoding="utf-8")
+        return json.loads(file.read_text(encoding="utf-8"))
+
+    def check(self, name: str, fact: Any) -> None:
+        """Ends the program when the runs that exist were made with something else."""
+        kept = self.kept(name, lambda: fact)
+        if kept != fact:
+            raise SystemExit(f"{self.path} has {name}={kept}, not {fact}: give another --folder")
+
 
 def make_runs(
     folder: RunFolder,
     keys: list[Key],
     config: EngineConfig,
     workload_at: Callable[[float], Workload],
-    enough_s: float,
+    until: float,
 ) -> None:
-    """Make the runs of one mode that are missing, until ``enough_s`` seconds have passed.
+    """Make the runs of one mode that are missing, none that would end after ``until``.
 
-    Every repeat sends the same requests at the same times.
+    Every repeat sends the same requests at the same times. ``until`` is monotonic seconds.
     """
     missing = [key for key in keys if not folder.has(key)]
     if not missing:
         return
-    started_at = time.monotonic()
     counts = {"prefill": 0, "decode": 0, "colocated": 1} if keys[0].mode == "colocated" else {}
     with Service.local(**counts, config=config) as service:
         warm_up = workload_at(_WARM_UP_RATE).dataset.isel(request=slice(_WARM_UP_REQUESTS))
         _served(service, Workload(warm_up), 99)
         for key in missing:
             workload = workload_at(key.rate)
-            if time.monotonic() - started_at + float(workload.arrays()[0][-1]) > enough_s:
+            if time.monotonic() + float(workload.arrays()[0][-1]) > until:
                 print(f"no time left for {key}", flush=True)
                 return
-            best = _quietest(service, workload, key, started_at + enough_s)
+            best = _quietest(service, workload, key, until)
             best.write(key.path(folder.path))
 
 

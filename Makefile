@@ -22,7 +22,7 @@ test: $(VENV)/.dev
 	$(BIN)/lint-imports
 	$(BIN)/mypy
 	$(BIN)/pytest -q
-	$(BIN)/pytest -q --nbmake notebooks
+	$(BIN)/pytest -q --timeout=600 --nbmake notebooks
 
 test-slow: $(VENV)/.dev
 	$(BIN)/pytest -q -m slow

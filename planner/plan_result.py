@@ -76,7 +76,7 @@ class Option:
         return f"{self.name}: {self.solution.all_instances}, {self.num_gpus} GPUs"
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Plan:
     """The answer to a plan request.
 
@@ -169,6 +169,8 @@ class Plan:
     def __str__(self) -> str:
         head = str(self.chosen) if self.chosen else f"{self.status}: {self.reason}"
         return "\n".join([head, *self.explanation])
+
+    __repr__ = __str__  # what a shell shows; everything else takes pages
 
     def _repr_html_(self) -> str:
         shown = ("instances", "num_gpus", "num_gpus_occupied", "rate", "price_per_hour",

@@ -43,6 +43,7 @@ ENVIRONMENT = """## Environment
 | `DASKSERVE_CACHE` | models, compiled kernels and profiles; default `~/.cache/daskserve` |
 | `DASKSERVE_SMOLLM2_WHEEL` | a copy of the default model's wheel, where there is no network |
 | `DASKSERVE_API_KEYS` | keys of `daskserve serve`, separated by commas |
+| `DASKSERVE_API_KEY` | the key that `daskserve dashboard` shows a server |
 | `OPENAI_API_KEY` | the key that `daskserve bench` shows a server, without `--api-key-file` |
 | `DASK_DASKSERVE__...` | any of the settings above |
 """
@@ -141,7 +142,7 @@ def _commands() -> Iterator[str]:
 
 
 def _argument(argument: click.Argument) -> str:
-    name = argument.metavar or (argument.name or "").upper()
+    name = (argument.metavar or (argument.name or "").upper()).strip("[]")
     return name if argument.required else f"[{name}]"
 
 

@@ -1,14 +1,18 @@
 # make demo   the main job on a small file, from nothing but Python 3.11, pip and make
 # make test   lint, import rules, types and tests
+# make test-ucx   the batch and service tests over UCX, with UCXX and the Dask that it pins
 # The virtual environment is made once and again when pyproject.toml changes.
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 TORCH ?= torch==2.13.0
 VENV ?= .venv
 BIN := $(VENV)/bin
+UCX_VENV ?= .venv-ucx
+UCXX ?= distributed-ucxx-cu12==0.52.* ucxx-cu12==0.52.* libucx-cu12==1.21.* rmm-cu12==26.10.*
+UCX_PIP := $(UCX_VENV)/bin/python -m pip --disable-pip-version-check --quiet
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
-.PHONY: demo test test-slow clean
+.PHONY: demo test test-slow test-ucx clean
 
 demo: $(VENV)/.engine
 	$(BIN)/daskserve fetch-model
@@ -27,6 +31,16 @@ test: $(VENV)/.dev
 test-slow: $(VENV)/.dev
 	$(BIN)/pytest -q -m slow
 
+# On CPUs too: UCX_TLS=... keeps it to TCP and shared memory.
+test-ucx:
+	test -x $(UCX_VENV)/bin/python || $(PYTHON) -m venv $(UCX_VENV)
+	$(UCX_PIP) install $(TORCH)
+	$(UCX_PIP) install --editable ".[dev]"
+	if $(UCX_PIP) install $(UCXX); then \
+	  UCX_TLS=tcp,shm,self DASK_DASKSERVE__SERVICE__PROTOCOL=ucx \
+	    $(UCX_VENV)/bin/pytest -q tests/batch tests/service; \
+	else echo "skipped: the packages of UCXX cannot be had here ($(UCXX))"; fi
+
 # TORCH stands unquoted so that it may hold pip options, such as another index.
 $(VENV)/.engine: pyproject.toml Makefile
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -40,4 +54,4 @@ $(VENV)/.dev: $(VENV)/.engine
 	touch $@
 
 clean:
-	rm -rf $(VENV) out .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+	rm -rf $(VENV) $(UCX_VENV) out .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

@@ -68,6 +68,12 @@ placement_options = options(
         help="Use this Dask scheduler (tcp://host:port); its workers carry the resources "
         "PREFILL and DECODE, or COLOCATED.",
     ),
+    click.option(
+        "--protocol",
+        metavar="NAME",
+        help="Of the connections of the instances started here: tcp, or ucx with the package "
+        "distributed-ucxx  [default: tcp]",
+    ),
 )
 slo_options = options(
     click.option("--slo-ttft", metavar="TIME", help="Limit on time to first token: 0.25 or 250ms."),
@@ -143,6 +149,10 @@ def check_placement(given: dict[str, Any]) -> None:
     if given["placement"] and (own or given["scheduler"]):
         others = ", ".join([*own, *(["--scheduler"] if given["scheduler"] else [])])
         raise ConfigError(f"--placement says what to start; leave out {others}")
+    if given["scheduler"] and given["protocol"]:
+        raise ConfigError(
+            f"--protocol: that of {given['scheduler']} is in its address; leave it out"
+        )
     if given["scheduler"] and own:
         raise ConfigError(
             f"{', '.join(own)}: on an existing scheduler the workers' resources say what they "
@@ -174,5 +184,10 @@ def open_service(
     else:
         instances = {"prefill": given["prefill"] or 1, "decode": given["decode"] or 1}
     return Service.local(
-        **instances, config=config, slo=slo, asynchronous=asynchronous, flippable=flippable
+        **instances,
+        config=config,
+        protocol=given["protocol"],
+        slo=slo,
+        asynchronous=asynchronous,
+        flippable=flippable,
     )

@@ -56,6 +56,7 @@ class ServiceSettings(_Section):
     pull_stall_timeout_s: float = Field(gt=0, allow_inf_nan=False)
     lease_renewal_s: float = Field(gt=0, allow_inf_nan=False)
     check_dispatch: bool
+    protocol: str
     dashboard_address: str | None
 
 

@@ -28,9 +28,10 @@ class AccountingError(RuntimeError):
 
 
 def kv_layout(model: str, shape: ModelShape, dtype: torch.dtype, block_size: int) -> str:
-    """Fingerprint of all that two pools must share before pages may move between them."""
-    facts = (model, str(dtype), block_size, shape.num_layers, shape.num_kv_heads, shape.head_dim)
-    return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
+    """All that two pools must share before pages may move between them, the model by its hash."""
+    name = hashlib.sha256(model.encode()).hexdigest()[:8]
+    size = f"{shape.num_layers}x{shape.num_kv_heads}x{shape.head_dim}"
+    return f"{name} {str(dtype).removeprefix('torch.')} block_size={block_size} {size}"
 
 
 def page_bytes(

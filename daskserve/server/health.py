@@ -15,6 +15,7 @@ from daskserve.server.admission import Admission
 from daskserve.server.metrics import Metrics
 from daskserve.server.shapes import JSON
 from daskserve.service import Service
+from daskserve.service.kv_counters import Pulled
 
 logger = logging.getLogger(__name__)
 
@@ -61,8 +62,8 @@ class Health:
     async def metrics(self, request: Request) -> Response:
         """Prometheus's text format."""
         status = await self._status() if self._admission.is_open else None
-        load = await self._load() if status else {}
-        self._metrics.observe(self._admission.num_in_flight, status, load)
+        load, kv_pulled = await self._counters() if status else ({}, {})
+        self._metrics.observe(self._admission.num_in_flight, status, load, kv_pulled)
         text = generate_latest(self._metrics.registry)
         return Response(text, headers={"content-type": CONTENT_TYPE_LATEST})
 
@@ -75,11 +76,10 @@ class Health:
             logger.warning("no status from the scheduler: %s", type(error).__name__)
             return None
 
-    async def _load(self) -> dict[str, InstanceLoad]:
+    async def _counters(self) -> tuple[dict[str, InstanceLoad], dict[str, dict[str, Pulled]]]:
         try:
             async with asyncio.timeout(_LOOK_TIMEOUT_S):
-                load: dict[str, InstanceLoad] = await self._service.load()
-                return load
+                return await self._service.load(), await self._service.kv_pulled()
         except Exception as error:
             logger.warning("no counters from the instances: %s", type(error).__name__)
-            return {}
+            return {}, {}

@@ -11,7 +11,9 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from daskserve.core.instance import InstanceLoad
 from daskserve.core.request import Completion
 from daskserve.core.slo import SLO
+from daskserve.server.kv_metrics import KVMetrics
 from daskserve.server.sequences import Answer
+from daskserve.service.kv_counters import Pulled
 
 PREFIX = "daskserve:"
 STAGES = ("prefill_queue", "prefill", "kv_transfer", "decode_queue", "decode")
@@ -70,6 +72,7 @@ class Metrics:
                 "goodput_requests_per_second", f"Answers per second within both limits {window}."
             )
         self._instances = InstanceGauges(self.registry)
+        self._kv = KVMetrics(PREFIX, self.registry)
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
         return Histogram(PREFIX + name, text, registry=self.registry, buckets=buckets)
@@ -112,7 +115,11 @@ class Metrics:
         self._failed.labels(code).inc()
 
     def observe(
-        self, num_in_flight: int, status: dict[str, Any] | None, load: dict[str, InstanceLoad]
+        self,
+        num_in_flight: int,
+        status: dict[str, Any] | None,
+        load: dict[str, InstanceLoad],
+        kv_pulled: dict[str, dict[str, Pulled]],
     ) -> None:
         """Set the gauges to what is so now; ``status`` is None when the scheduler is silent."""
         self._in_flight.set(num_in_flight)
@@ -123,6 +130,7 @@ class Metrics:
             self._attainment.set(share)
             self._goodput.set(num_met / _WINDOW_S)
         self._instances.set(status, load)
+        self._kv.set(kv_pulled)
 
 
 class InstanceGauges:

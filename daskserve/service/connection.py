@@ -20,6 +20,7 @@ from daskserve.observe import Snapshot
 from daskserve.service.clock import clock_offset_s
 from daskserve.service.dispatch import DispatchPlugin
 from daskserve.service.instance_plugin import InstancePlugin, config_id
+from daskserve.service.kv_counters import Pulled
 from daskserve.service.members import FAILED, READY
 from daskserve.service.names import (
     ATTACH,
@@ -27,6 +28,7 @@ from daskserve.service.names import (
     DETACH,
     DRAIN,
     FLIP,
+    KV_PULLED,
     LOAD,
     NOTE_DECISION,
     OBSERVE,
@@ -156,6 +158,16 @@ class Connection:
         """Tell those who watch of a decision of the replanner, as its `to_json` has it."""
         self.check()
         await self._rpc(NOTE_DECISION, decision=decision)
+
+    async def kv_pulled(self) -> dict[str, dict[str, Pulled]]:
+        """What every rank has pulled by holder, both by address."""
+        self.check()
+        answers = await self._client.scheduler.broadcast(msg={"op": KV_PULLED}, on_error="ignore")
+        return {
+            rank: {holder: Pulled(*counts) for holder, counts in of_holder.items()}
+            for rank, of_holder in answers.items()
+            if isinstance(of_holder, dict)
+        }
 
     async def close(self) -> None:
         """Leave the scheduler; the last service takes the plugins, and so the models, with it."""

@@ -40,6 +40,7 @@ logger = logging.getLogger(__name__)
 
 _PARKED = {"daskserve://waits-for-room"}
 _ENDED = ("memory", "erred", "forgotten")
+_VANISHED = "its worker, rank 0, is dead or cut off"
 
 
 class DispatchPlugin(SchedulerPlugin):
@@ -94,7 +95,7 @@ class DispatchPlugin(SchedulerPlugin):
 
     def remove_worker(self, scheduler: Scheduler, worker: str, **kwargs: Any) -> None:
         try:
-            self.lose(worker, is_loss=not _was_expected(scheduler, worker))
+            self.lose(worker, None if _was_expected(scheduler, worker) else _VANISHED)
             self._rerun_prefills_of(worker)
         except Exception:
             self._complain()
@@ -115,12 +116,12 @@ class DispatchPlugin(SchedulerPlugin):
             self._is_pump_due = True
             asyncio.get_running_loop().call_soon(self._pump)
 
-    def lose(self, address: str, is_loss: bool) -> None:
-        """An instance is gone, its worker perhaps too."""
-        self.members.forget(address)
+    def lose(self, address: str, reason: str | None) -> None:
+        """An instance is gone, its worker perhaps too; why, unless it had been asked to go."""
+        self.members.forget(address, reason)
         instance = self.state.instances.get(address)
         was_bound = list(instance.bound.values()) if instance is not None else []
-        self.state.remove_instance(address, is_loss, time.monotonic())
+        self.state.remove_instance(address, reason is not None, time.monotonic())
         self.online.instance_gone(address, was_bound)
         self.wake()
 
@@ -187,7 +188,7 @@ class DispatchPlugin(SchedulerPlugin):
         address = stage.instance.address
         if address not in self._scheduler.workers:
             # Dask counts a suspicion when a worker goes without notice.
-            self.lose(address, is_loss=ts.suspicious > 0)
+            self.lose(address, _VANISHED if ts.suspicious > 0 else None)
         elif finish != "memory" and ts.key == prefill_key(request_id):
             self.free_kv_at(address, request_id)
 
@@ -251,8 +252,12 @@ class DispatchPlugin(SchedulerPlugin):
                 continue
             stage = self.state.arrive(_stage(ts))
             if stage.is_convicted:
-                text = f"{key}: {stage.losses} instances died while they ran it"
+                text = f"{key}: {stage.losses} instances died while they ran it{self._last_loss()}"
                 self._doomed.append((key, KilledInstance(text)))
+
+    def _last_loss(self) -> str:
+        losses = self.members.losses
+        return f", the last on {losses[-1].address}: {losses[-1].reason}" if losses else ""
 
     def _bind(self) -> None:
         for instance in self.state.instances.values():

@@ -22,9 +22,10 @@ from daskserve.core.kv import KVHandle
 from daskserve.core.shards import Shard
 from daskserve.errors import InstanceLost, KVUnavailable
 from daskserve.service.head import shape_of
+from daskserve.service.kv_counters import KVCounters
 from daskserve.service.kv_parts import Limits, ask_to_pin, export_part, pull_parts, shown_handle
 from daskserve.service.kv_pull import OPERATION, KVServer, Views
-from daskserve.service.names import FIND_GROUP, PULL_KV
+from daskserve.service.names import FIND_GROUP, KV_PULLED, PULL_KV
 
 if TYPE_CHECKING:
     from daskserve.workers.parallel.follower import Follower
@@ -61,6 +62,7 @@ class FollowerRank:
         self._follower: Follower | None = None
         self._head = ""
         self._is_over = False
+        self._counters = KVCounters()
         self._limits = Limits(
             settings.pull_connect_timeout_s, settings.pull_stall_timeout_s, config.kv_pull_timeout_s
         )
@@ -72,12 +74,13 @@ class FollowerRank:
         )
         self._worker.handlers[OPERATION] = server.handle
         self._worker.handlers[PULL_KV] = self._pull
+        self._worker.handlers[KV_PULLED] = self._counters.report
         self._running = asyncio.create_task(self._run())
 
     async def close(self) -> None:
         """Leave; the head is given some time to end the group first."""
         self._is_over = True
-        for name in (OPERATION, PULL_KV):
+        for name in (OPERATION, PULL_KV, KV_PULLED):
             self._worker.handlers.pop(name, None)
         await asyncio.wait([self._running], timeout=_CLOSE_GRACE_S)
         self._running.cancel()
@@ -151,6 +154,7 @@ class FollowerRank:
                     follower.stage.shape,
                     num_pages,
                     self._limits,
+                    counters=self._counters,
                 )
         except (KVUnavailable, TimeoutError) as error:
             return {"refused": str(error) or "it takes too long"}

@@ -27,6 +27,7 @@ from daskserve.errors import ConfigError, DaskserveError, InstanceLost, KVUnavai
 from daskserve.service.clock import clock_offset_s
 from daskserve.service.follower import FollowerRank
 from daskserve.service.head import HeadRank, shape_of
+from daskserve.service.kv_counters import KVCounters
 from daskserve.service.kv_parts import (
     Limits,
     PinServer,
@@ -44,6 +45,7 @@ from daskserve.service.names import (
     FREE_KV,
     INSTANCE_PLUGIN,
     KEEP_KV,
+    KV_PULLED,
     LOAD,
     ONLINE,
     PIN_KV,
@@ -106,8 +108,10 @@ class InstancePlugin(WorkerPlugin):
         self._online = OnlineServer(self, self._settings.link_silence_s)
         self._is_over = False
         self._reporter = Reporter(worker, place, self._config.device)
+        self._counters = KVCounters()
         worker.handlers[LOAD] = self._load_counters
         worker.handlers[BECOME] = self._become
+        worker.handlers[KV_PULLED] = self._counters.report
         worker.handlers[ONLINE] = self._online.serve
         worker.stream_handlers[FREE_KV] = self.abort
         worker.stream_handlers[KEEP_KV] = self._keep_kv
@@ -123,7 +127,7 @@ class InstancePlugin(WorkerPlugin):
         self._is_over = True
         self._reporter.close()
         # Before anything is awaited: another service's plugin may put in its own meanwhile.
-        for name in (LOAD, BECOME, ONLINE, OPERATION, PIN_KV, RELEASE_KV):
+        for name in (LOAD, KV_PULLED, BECOME, ONLINE, OPERATION, PIN_KV, RELEASE_KV):
             worker.handlers.pop(name, None)
         if self._pins is not None:
             self._pins.close()
@@ -184,6 +188,7 @@ class InstancePlugin(WorkerPlugin):
             destination.views,
             connect_timeout_s=self._settings.pull_connect_timeout_s,
             stall_timeout_s=self._settings.pull_stall_timeout_s,
+            counters=self._counters,
         )
         return None
 
@@ -195,7 +200,16 @@ class InstancePlugin(WorkerPlugin):
         connections, shape = self._worker.rpc, self._instance.engine.runner.shape
         (_, own), *others = await all_of(
             [
-                pull_parts(connections, handle, destination.pool, shape, len(pages), limits, pages),
+                pull_parts(
+                    connections,
+                    handle,
+                    destination.pool,
+                    shape,
+                    len(pages),
+                    limits,
+                    pages,
+                    self._counters,
+                ),
                 *(
                     ask_to_pull(connections, address, handle, destination.owner, len(pages), limits)
                     for address in followers

@@ -20,6 +20,7 @@ from daskserve.core.kv import KVHandle
 from daskserve.core.placement import Parallelism
 from daskserve.core.shards import Shard, ShardMap
 from daskserve.errors import KVUnavailable
+from daskserve.service.kv_counters import KVCounters
 from daskserve.service.kv_pull import Chunks, Views, pull
 from daskserve.service.kv_wire import pack_ask, unpack_ask
 from daskserve.service.names import PIN_KV, PULL_KV, RELEASE_KV
@@ -51,6 +52,7 @@ async def pull_parts(
     num_pages: int,
     limits: Limits,
     pages: Sequence[int] = (),
+    counters: KVCounters | None = None,
 ) -> tuple[Pieces, int]:
     """Fetch what this rank needs of a prefill instance's KV, from all ranks that have it at once.
 
@@ -65,6 +67,8 @@ async def pull_parts(
     pages
         Write it into these pages as it comes; nothing does so any more once this has returned,
         raised or been cancelled. Without pages it is kept in memory.
+    counters
+        Told of every piece that came.
 
     Returns
     -------
@@ -84,7 +88,7 @@ async def pull_parts(
     async def fetch(rank: int, shard: Shard) -> tuple[Shard, memoryview, int]:
         address = handle.ranks[rank] if handle.ranks else handle.instance_address
         data, stated, digest = await _fetch(
-            connections, address, handle, pool, shard, num_pages, limits, pages
+            connections, address, handle, pool, shard, num_pages, limits, pages, counters
         )
         if digest != stated:
             raise KVUnavailable(
@@ -107,6 +111,7 @@ async def _fetch(
     num_pages: int,
     limits: Limits,
     pages: Sequence[int],
+    counters: KVCounters | None,
 ) -> tuple[memoryview, int, int]:
     """One piece: its bytes if they are kept, the digest that it should have, that it has."""
     from daskserve.workers.kv_digest import slice_digests, summed
@@ -114,7 +119,11 @@ async def _fetch(
 
     num_bytes = piece_bytes(pool, num_pages, shard)
     data = memoryview(bytearray(0 if pages else num_bytes))
-    room: Views = Chunks(num_bytes, write_chunks(pool, pages, shard)) if pages else [data]
+    room: Views = [data]
+    if pages and shard == pool.shard:
+        room = pool.page_views(pages)  # all that this rank has: straight into its pages
+    elif pages:
+        room = Chunks(num_bytes, write_chunks(pool, pages, shard))
     stated = await pull(
         connections,
         handle,
@@ -123,6 +132,7 @@ async def _fetch(
         stall_timeout_s=limits.stall_s,
         address=address,
         shard=shard,
+        counters=counters,
     )
     if pages:
         digest = summed(await asyncio.to_thread(slice_digests, pool, pages, shard))

@@ -22,6 +22,7 @@ from tornado.iostream import IOStream
 from daskserve.core.kv import KVHandle
 from daskserve.core.shards import Shard
 from daskserve.errors import KVUnavailable
+from daskserve.service.kv_counters import KVCounters
 from daskserve.service.kv_wire import (
     DONE,
     Answer,
@@ -64,6 +65,7 @@ async def pull(
     stall_timeout_s: float,
     address: str | None = None,
     shard: Shard | None = None,
+    counters: KVCounters | None = None,
 ) -> int:
     """Fill ``destination`` with the KV that ``handle`` names; returns its digest when computed.
 
@@ -81,6 +83,8 @@ async def pull(
     address, shard
         A rank of the holder, and the layers and heads to get from it: they are not freed by
         that. None: everything, from an instance of one rank, which frees it.
+    counters
+        Told of a pull that ended well.
 
     Raises
     ------
@@ -97,6 +101,8 @@ async def pull(
     try:
         digest = await _receive(comm, handle, destination, stall_timeout_s, shard)
         is_clean = True
+        if counters is not None:
+            counters.add(address, _num_bytes(destination))
         return digest
     except _Refused as refusal:
         is_clean = True

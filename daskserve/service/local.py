@@ -11,6 +11,7 @@ from multiprocessing import resource_tracker
 from typing import Any
 
 from distributed import Nanny, Scheduler, SpecCluster, Worker
+from distributed.comm.registry import get_backend
 from distributed.diagnostics.plugin import WorkerPlugin
 
 from daskserve.config import ServiceSettings
@@ -99,8 +100,10 @@ def local_cluster(
     Raises
     ------
     ConfigError
-        Nothing to start, or a list of cores that does not match.
+        Nothing to start, a list of cores that does not match, or a protocol that Dask does not
+        have here.
     """
+    _check_protocol(settings.protocol)
     shapes = [(role, shape) for role in Role for shape in _shapes(instances.get(role, 0))]
     roles = {role for role, _ in shapes}
     if not roles or (Role.PREFILL in roles) != (Role.DECODE in roles):
@@ -115,18 +118,9 @@ def local_cluster(
         name = f"{role.value.lower()}-{index}"
         own = [next(shares) for _ in range(shape.num_gpus)]
         workers |= instance_workers(name, role, shape, config, settings, own, is_flippable)
-    scheduler = {
-        "cls": Scheduler,
-        "options": {
-            "host": _HOST,
-            "port": 0,
-            "dashboard": settings.dashboard_address is not None,
-            "dashboard_address": settings.dashboard_address or f"{_HOST}:0",
-        },
-    }
     return OwnCluster(
         workers=workers,
-        scheduler=scheduler,
+        scheduler=_scheduler(settings.protocol, settings.dashboard_address),
         asynchronous=asynchronous,
         silence_logs=logging.WARNING,
     )
@@ -174,6 +168,19 @@ def own_cluster_config(dashboard_address: str | None) -> dict[str, Any]:
     }
 
 
+def _scheduler(protocol: str, dashboard_address: str | None) -> dict[str, Any]:
+    return {
+        "cls": Scheduler,
+        "options": {
+            "host": _HOST,
+            "port": 0,
+            "protocol": protocol,
+            "dashboard": dashboard_address is not None,
+            "dashboard_address": dashboard_address or f"{_HOST}:0",
+        },
+    }
+
+
 def num_slots(role: Role, config: EngineConfig, settings: ServiceSettings) -> int:
     """Tasks that an instance runs at once: its queue and its batch."""
     if role is Role.PREFILL:
@@ -214,6 +221,7 @@ def _worker(
         "cls": Nanny,
         "options": {
             "host": _HOST,
+            "protocol": settings.protocol,
             "nthreads": max(slots.values(), default=1),
             "resources": slots,
             "config": {"daskserve.rank": place},
@@ -227,6 +235,14 @@ def _worker(
             "silence_logs": logging.CRITICAL,
         },
     }
+
+
+def _check_protocol(protocol: str) -> None:
+    try:
+        get_backend(protocol)
+    except ValueError as error:
+        hint = "; pip install distributed-ucxx-cu12" if protocol.startswith("ucx") else ""
+        raise ConfigError(f"protocol={protocol}: {error}{hint}") from None
 
 
 def _share(cores: Cores, count: int) -> list[Sequence[int] | None]:

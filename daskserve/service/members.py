@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass, field, replace
+from collections import deque
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol
 
 from distributed import Scheduler
@@ -43,6 +44,7 @@ from daskserve.service.online_dispatch import OnlineDispatch
 logger = logging.getLogger(__name__)
 
 _TICK_S = 0.25
+_LOSSES_KEPT = 50
 CLIENT_GRACE_S = 30.0
 """A client that lost its connection may come back within this time."""
 
@@ -66,6 +68,15 @@ class Report:
     error: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """An instance that went without notice, and why as far as it is known."""
+
+    address: str
+    role: str
+    reason: str
+
+
 class Dispatch(Protocol):
     """What the members ask of the dispatch plugin."""
 
@@ -73,7 +84,7 @@ class Dispatch(Protocol):
     online: OnlineDispatch
 
     def wake(self) -> None: ...
-    def lose(self, address: str, is_loss: bool) -> None: ...
+    def lose(self, address: str, reason: str | None) -> None: ...
     def doom(self, stages: list[Stage], error: DaskserveError) -> None: ...
     def homes(self) -> dict[str, list[str]]: ...
     def describe(self) -> dict[str, Any]: ...
@@ -112,6 +123,8 @@ class Members:
         }
         self.observations = Observations(scheduler, lambda: dispatch.state, lambda: self._reports)
         self._reports: dict[str, Report] = {}
+        self.losses: deque[Loss] = deque(maxlen=_LOSSES_KEPT)
+        """The last instances that were lost, the latest at the end."""
         self._clients: dict[str, str] = {}  # of every attached service
         self._absent_since: dict[str, float] = {}  # clients that are away
         self._missing_since: dict[Role, float] = {}
@@ -145,8 +158,11 @@ class Members:
         self._scheduler.periodic_callbacks.pop(DISPATCH_PLUGIN, None)
         self._scheduler.remove_plugin(DISPATCH_PLUGIN)
 
-    def forget(self, address: str) -> None:
-        self._reports.pop(address, None)
+    def forget(self, address: str, reason: str | None) -> None:
+        """An instance is gone; the reason, unless it was asked to go."""
+        report = self._reports.pop(address, None)
+        if reason is not None and report is not None and report.status == READY:
+            self.losses.append(Loss(address, report.role, reason))
         self._meetings.forget(address)
         self._draining.forget(address)
         self.observations.forget(address)
@@ -178,6 +194,7 @@ class Members:
             "workers": {address: role for address, role in roles.items() if role},
             "roles": sorted(possible),
             "instances": instances,
+            "losses": [asdict(loss) for loss in self.losses],
             "dispatch": self._dispatch.describe(),
         }
 
@@ -213,7 +230,9 @@ class Members:
         if worker not in self._scheduler.workers:
             return
         if said.status == LOST:
-            self._dispatch.lose(worker, is_loss=True)
+            self._dispatch.lose(worker, said.error)
+        elif said.status == READY and (error := self._unlike_others(said)):
+            said = replace(said, status=FAILED, error=error)
         self._reports[worker] = said
         if said.status == READY:
             self._dispatch.state.add_instance(
@@ -227,6 +246,18 @@ class Members:
                 )
             )
         self._dispatch.wake()
+
+    def _unlike_others(self, said: Report) -> str | None:
+        """Why no KV could go between this instance and those that are ready; None if it can."""
+        if said.role == Role.COLOCATED.value:
+            return None
+        for address, report in self._reports.items():
+            theirs, own = report.info.get("kv_layout"), said.info["kv_layout"]
+            if report.status == READY and theirs != own:
+                return (
+                    f"it keeps its KV as {own}, the {report.role} instance on {address} as {theirs}"
+                )
+        return None
 
     # From time to time.
 

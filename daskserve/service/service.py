@@ -11,7 +11,6 @@ from typing import Any
 
 import dask
 from distributed import Client, Future, SpecCluster
-from distributed.comm import get_address_host
 
 from daskserve.config import settings
 from daskserve.core.instance import EngineConfig, Role
@@ -26,7 +25,7 @@ from daskserve.service.graph import submit_graph
 from daskserve.service.local import Cores, Instances, local_cluster, own_cluster_config
 from daskserve.service.online import OnlineRequests
 from daskserve.service.requests import Prompt, RequestMaker
-from daskserve.service.token_stream import TokenListener, TokenStream
+from daskserve.service.token_stream import TokenListener, TokenStream, own_host
 from daskserve.text.tokenizer import Tokenizer
 
 _MAP_CHUNK = 500  # requests per graph
@@ -72,6 +71,7 @@ class Service(InstanceControl):
         *,
         cores: Cores = "auto",
         flippable: bool = False,
+        protocol: str | None = None,
         slo: SLO | None = None,
         asynchronous: bool = False,
     ) -> Service:
@@ -90,6 +90,9 @@ class Service(InstanceControl):
             (prefill, decode, colocated), None binds to none.
         flippable
             Prefill and decode instances can take each other's role, see `flip`.
+        protocol
+            Of Dask's connections, KV among them: ``tcp``, or ``ucx`` with UCXX; None: the setting
+            ``service.protocol``.
         slo
             Limits that batches are measured against.
         asynchronous
@@ -101,7 +104,8 @@ class Service(InstanceControl):
             Wrong numbers or cores; the model cannot be loaded; instances do not start.
         """
         counts = {Role.PREFILL: prefill, Role.DECODE: decode, Role.COLOCATED: colocated}
-        own = {"instances": counts, "cores": cores, "is_flippable": flippable}
+        own = {"instances": counts, "cores": cores, "protocol": protocol}
+        own["is_flippable"] = flippable
         return cls(config or EngineConfig(), slo, None, own, asynchronous)._opened()
 
     @classmethod
@@ -224,6 +228,10 @@ class Service(InstanceControl):
         """`InstanceLoad` of every ready instance by address; asks each, so it is exact."""
         return self.client.sync(self._connection.load)
 
+    def kv_pulled(self) -> Any:
+        """KV that came to every rank: `Pulled` by address of the rank, then of the holder."""
+        return self.client.sync(self._connection.kv_pulled)
+
     def status(self) -> Any:
         """What the scheduler knows of instances and requests, in one message.
 
@@ -232,7 +240,8 @@ class Service(InstanceControl):
         dict
             ``workers``: role by address of every worker with one. ``instances``: a list of
             ``address, status, role, slots, config_id, info, error, is_draining``, where ``status``
-            is "loading", "ready" or "failed". ``dispatch``: among others ``roles``, which has for
+            is "loading", "ready" or "failed". ``losses``: ``address, role, reason`` of the last
+            that went without notice. ``dispatch``: among others ``roles``, which has for
             each of PREFILL, DECODE and COLOCATED the numbers of ``ready``, ``accepting`` and
             ``draining`` instances; of requests ``waiting`` for one (with
             ``waiting_prompt_tokens``) and ``running`` on one (of so many ``slots``), futures and
@@ -321,10 +330,11 @@ class Service(InstanceControl):
         return self
 
     def _new_cluster(self) -> SpecCluster:
+        protocol = self._own["protocol"] or self._settings.protocol
         return local_cluster(
             self._own["instances"],
             self.config,
-            self._settings,
+            self._settings.model_copy(update={"protocol": protocol}),
             self._own["cores"],
             self._own["is_flippable"],
             asynchronous=self._asynchronous,
@@ -333,10 +343,9 @@ class Service(InstanceControl):
     async def _join(self) -> None:
         self._connection = Connection(self.client, self.config, self._settings, self.slo)
         await self._connection.open()
-        own_address = self.client.scheduler_comm.comm.local_address
         self._listener = TokenListener(
             self.client.loop,
-            get_address_host(own_address),
+            own_host(self.client.scheduler_comm.comm),
             self.client.security.get_listen_args("client").get("ssl_context"),
         )
         self._online = OnlineRequests(

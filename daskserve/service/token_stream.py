@@ -17,6 +17,8 @@ from dataclasses import replace
 from functools import partial
 from ssl import SSLContext
 
+from distributed.comm import Comm, get_address_host
+from distributed.utils import get_ip
 from tornado.ioloop import IOLoop
 
 from daskserve.core.request import Completion, TokenDelta
@@ -221,6 +223,13 @@ def _merged(deltas: list[TokenDelta]) -> TokenDelta:
         last.finish_reason,
         tuple(e for delta in deltas for e in delta.logprobs or ()) if has_logprobs else None,
     )
+
+
+def own_host(comm: Comm) -> str:
+    """The interface by which the peer of a connection reaches this process."""
+    if comm.local_address:
+        return get_address_host(comm.local_address)
+    return get_ip(get_address_host(comm.peer_address))  # UCX does not say
 
 
 class TokenListener:

@@ -37,7 +37,7 @@ test-ucx:
 	$(UCX_PIP) install $(TORCH)
 	$(UCX_PIP) install --editable ".[dev]"
 	if $(UCX_PIP) install $(UCXX); then \
-	  UCX_TLS=tcp,shm,self DASK_DASKSERVE__SERVICE__PROTOCOL=ucx \
+	  UCX_TLS=tcp,shm,self UCXPY_CONNECT_TIMEOUT=60 DASK_DASKSERVE__SERVICE__PROTOCOL=ucx \
 	    $(UCX_VENV)/bin/pytest -q tests/batch tests/service; \
 	else echo "skipped: the packages of UCXX cannot be had here ($(UCXX))"; fi
 

@@ -40,6 +40,7 @@ def test_every_option_has_a_help_text():
         (["--slo-ttft", 0, "--slo-tpot", 1], "ttft_s=0.0 must be"),
         (["--colocated", 1, "--prefill", 1], "not both"),
         (["--scheduler", "tcp://x:1", "--decode", 1], "--decode: on an existing scheduler"),
+        (["--scheduler", "tcp://x:1", "--protocol", "ucx"], "--protocol: that of tcp://x:1"),
         (["--model", "smollm-135m"], "no model 'smollm-135m'; did you mean 'smollm2-135m'?"),
         (["-i", "none.jsonl"], "cannot read input 'none.jsonl': No such file or directory"),
         (["-i", "http://host/in.jsonl"], "is a URL"),

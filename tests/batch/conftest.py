@@ -6,9 +6,15 @@ import pytest
 from distributed import Client, Scheduler, SpecCluster, Worker
 
 from daskserve import EngineConfig, Service
+from daskserve.config import settings
 
 CONFIG = EngineConfig(model="mock")
-LOOPBACK = {"host": "127.0.0.1", "dashboard": False, "dashboard_address": "127.0.0.1:0"}
+LOOPBACK = {
+    "host": "127.0.0.1",
+    "protocol": settings().service.protocol,
+    "dashboard": False,
+    "dashboard_address": "127.0.0.1:0",
+}
 
 
 def worker(role):

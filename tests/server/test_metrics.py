@@ -104,3 +104,17 @@ def test_no_answers_have_no_share(server, alongside):
         samples = scraped(other)
     assert math.isnan(samples["slo_attainment_ratio", ()])
     assert samples["goodput_requests_per_second", ()] == 0
+
+
+def test_pulled_kv_is_counted_by_rank_and_place(judged):
+    before = scraped(judged)
+    judged.client().completions.create(**TEXT)
+    after = scraped(judged)
+
+    def total(samples, name, same_host):
+        wanted, place = f"kv_{name}_total", ("same_host", same_host)
+        return sum(v for (n, labels), v in samples.items() if n == wanted and place in labels)
+
+    assert total(after, "pulls", "true") == total(before, "pulls", "true") + 1
+    assert total(after, "pulled_bytes", "true") > total(before, "pulled_bytes", "true")
+    assert total(after, "pulled_bytes", "false") == 0

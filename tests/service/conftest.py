@@ -15,9 +15,15 @@ import pytest
 from distributed import Client, Scheduler, Security, SpecCluster, Worker
 
 from daskserve import EngineConfig, Service
+from daskserve.config import settings
 from daskserve.core.instance import Role
 
-LOOPBACK = {"host": "127.0.0.1", "dashboard": False, "dashboard_address": "127.0.0.1:0"}
+LOOPBACK = {
+    "host": "127.0.0.1",
+    "protocol": settings().service.protocol,
+    "dashboard": False,
+    "dashboard_address": "127.0.0.1:0",
+}
 
 
 def mock_config(**changes) -> EngineConfig:

@@ -113,14 +113,18 @@ def test_two_services_share_instances_and_keep_apart(cluster, mock):
             assert second.submit("a0", PARAMS).result().text == texts[0]
 
 
-def test_another_config_on_the_same_workers_is_refused(cluster, mock):
+def test_another_config_on_the_same_workers_is_refused_with_both_values(cluster, mock):
     with (
         cluster(prefill=1, decode=1) as own,
         Client(own) as client,
         Service.attach(client, mock()),
-        pytest.raises(ClusterError, match="another EngineConfig"),
     ):
-        Service.attach(client, mock(block_size=32))
+        for change, part in (
+            ({"block_size": 32}, "block_size=16 there, block_size=32 here"),
+            ({"dtype": "float32"}, "dtype=bfloat16 there, dtype=float32 here"),
+        ):
+            with pytest.raises(ClusterError, match=f"another EngineConfig .{part}"):
+                Service.attach(client, mock(**change))
 
 
 @pytest.mark.parametrize("counts", [{}, {"prefill": 1}, {"decode": 1}])
@@ -186,7 +190,7 @@ def test_a_worker_that_joins_and_cannot_set_up_is_named(cluster, mock):
         [address] = [i.address for i in service.info() if i.role is Role.PREFILL]
 
         def forget(dask_scheduler) -> None:
-            dask_scheduler.plugins[DISPATCH_PLUGIN].lose(address, is_loss=False)
+            dask_scheduler.plugins[DISPATCH_PLUGIN].lose(address, reason=None)
 
         client.run_on_scheduler(forget)
         with pytest.raises(ClusterError, match=f"{address} should run one; see its log"):

@@ -10,6 +10,7 @@ import pytest
 import torch
 from distributed.core import ConnectionPool, Server
 
+from daskserve.config import settings
 from daskserve.core.kv import KVHandle
 from daskserve.core.placement import Parallelism
 from daskserve.core.shards import ShardMap
@@ -74,7 +75,7 @@ async def holder(tp: int, pp: int) -> AsyncIterator[tuple[Holder, ConnectionPool
     for rank in range(held.shards.num_ranks):
         pool = pool_of(held.shards, rank, fill=True)
         server = Server({})
-        await server.listen("tcp://127.0.0.1:0")
+        await server.listen(f"{settings().service.protocol}://127.0.0.1:0")
         held.pools.append(pool)
         held.servers.append(server)
 

@@ -11,12 +11,16 @@ import numpy as np
 import pytest
 from distributed.core import ConnectionPool, Server
 
+from daskserve.config import settings
 from daskserve.core.kv import KVHandle
 from daskserve.errors import KVUnavailable
 from daskserve.service import kv_pull
 from daskserve.service.kv_pull import KVServer, pull
 
 PAGE = 1000
+CONNECT_S = 0.5 if settings().service.protocol == "tcp" else 5  # the first of UCX takes a while
+OWN = f"{settings().service.protocol}://127.0.0.1:0"
+PROTOCOLS = [*{"tcp://127.0.0.1:0": 0, OWN: 0, "inproc://": 0}]
 
 
 @dataclass
@@ -42,7 +46,7 @@ class Holder:
 
 @asynccontextmanager
 async def rig(
-    num_bytes: int = 3 * PAGE, protocol: str = "tcp://127.0.0.1:0"
+    num_bytes: int = 3 * PAGE, protocol: str = OWN
 ) -> AsyncIterator[tuple[Holder, ConnectionPool, Server]]:
     holder = Holder(np.random.default_rng(0).integers(0, 256, num_bytes, dtype=np.uint8))
     server = Server({})
@@ -62,11 +66,11 @@ async def pull_into(pool: ConnectionPool, handle: KVHandle, num_bytes: int) -> n
     target = np.zeros(num_bytes, dtype=np.uint8)
     cut = num_bytes // 3
     views = [memoryview(target[:cut]), memoryview(target[cut:])]
-    await pull(pool, handle, views, connect_timeout_s=0.5, stall_timeout_s=0.5)
+    await pull(pool, handle, views, connect_timeout_s=CONNECT_S, stall_timeout_s=0.5)
     return target
 
 
-@pytest.mark.parametrize("protocol", ["tcp://127.0.0.1:0", "inproc://"])
+@pytest.mark.parametrize("protocol", PROTOCOLS)
 @pytest.mark.parametrize("num_bytes", [1, PAGE, 9 * 2**20 + 3])
 async def test_bytes_arrive_and_the_holder_frees(protocol: str, num_bytes: int):
     async with rig(num_bytes, protocol) as (holder, pool, _):

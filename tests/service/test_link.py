@@ -11,6 +11,7 @@ from distributed.comm import connect
 from distributed.core import Server, Status
 from distributed.protocol import to_serialize
 
+from daskserve.config import settings
 from daskserve.service.link import Link
 
 
@@ -38,7 +39,7 @@ async def start() -> AsyncIterator[Callable[..., Any]]:
     async def make(silence_s: float = 5.0) -> Echo:
         server = Echo(silence_s)
         await server
-        await server.listen("tcp://127.0.0.1:0")
+        await server.listen(f"{settings().service.protocol}://127.0.0.1:0")
         servers.append(server)
         return server
 

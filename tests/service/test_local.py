@@ -87,11 +87,17 @@ def test_a_killed_worker_loses_and_repeats_nothing(local: Service, is_idle, even
         {"cores": [[0]]},
         {"cores": [[0], [99_999]]},
         {"cores": "some"},
+        {"protocol": "carrier-pigeon"},
     ],
 )
 def test_wrong_layouts_are_refused(mock, wrong: dict):
     with pytest.raises(ConfigError):
         Service.local(config=mock(), **wrong)
+
+
+def test_a_protocol_that_is_not_installed_is_named(mock):
+    with pytest.raises(ConfigError, match="protocol=ucx-y: unknown address scheme.*tcp.*pip"):
+        Service.local(config=mock(), protocol="ucx-y")
 
 
 def test_a_wrong_model_fails_before_anything_starts():

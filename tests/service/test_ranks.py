@@ -6,10 +6,12 @@ import json
 import os
 import signal
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import dask
 import pytest
 from click.testing import CliRunner
+from distributed import Client
 
 from daskserve import EngineConfig, SamplingParams, Service
 from daskserve.cli import main
@@ -17,9 +19,9 @@ from daskserve.config import settings
 from daskserve.core.instance import Role
 from daskserve.core.placement import GPULocation, InstancePlacement, Parallelism, Placement
 from daskserve.core.request import Completion
-from daskserve.errors import ClusterError, ConfigError, ModelError
+from daskserve.errors import ConfigError, ModelError
+from daskserve.models.catalog import resolve
 from daskserve.planner.placement_file import placement_to_yaml
-from daskserve.service.connection import Connection
 from daskserve.service.instance_plugin import _check_place
 
 CONFIG = EngineConfig(
@@ -144,18 +146,31 @@ def test_a_place_that_cannot_be_is_refused(changes, part):
             settings()
 
 
-@pytest.mark.parametrize(
-    ("name", "theirs", "ours"), [("dtype", "bfloat16", "float32"), ("block_size", 32, 16)]
-)
-def test_instances_that_keep_kv_differently_are_refused_with_both_values(name, theirs, ours):
-    connection = Connection(None, CONFIG, settings().service)
-    report = {
-        "address": "tcp://a:1",
-        "status": "ready",
-        "role": "DECODE",
-        "config_id": "other",
-        "info": {"model": CONFIG.model, "dtype": "float32", "block_size": 16, name: theirs},
-    }
-    with pytest.raises(ClusterError) as caught:
-        connection._check_reports([report])
-    assert f"{name}={theirs} there, {name}={ours} here" in str(caught.value)
+def test_a_late_instance_that_keeps_its_kv_otherwise_is_refused_with_both_values(
+    cluster, tmp_path, eventually
+):
+    """The same model's name, but not the same model over there."""
+    folder = tmp_path / "model"
+    folder.symlink_to(resolve("tiny-random-llama"))
+    config = replace(CONFIG, model=str(folder))
+    with (
+        cluster(prefill=1, decode=1) as own,
+        Client(own) as client,
+        Service.attach(client, config) as service,
+    ):
+        folder.unlink()
+        folder.symlink_to(resolve("tiny-random-qwen3"))
+        own.worker_spec["late"] = own.worker_spec["DECODE-0"]
+        own.sync(own._correct_state)
+        refused: list[str] = []
+
+        def is_refused() -> bool:
+            instances = service.status()["instances"]
+            refused.extend(i["error"] for i in instances if i["status"] == "failed")
+            return bool(refused)
+
+        eventually(is_refused, timeout_s=30)
+        assert "float32 block_size=16 2x4x16, the" in refused[0]
+        assert "float32 block_size=16 2x4x8" in refused[0]
+        answer = service.submit("a", PARAMS).result(timeout=30)  # those that match go on
+        assert answer.timeline.num_recomputes == 0

@@ -1,0 +1,121 @@
+"""Jobs on instances of four ranks each, of which one dies: no row is lost or repeated.
+
+With a second decode instance the requests go on there; without one, once the group has come
+together again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import dask
+import pytest
+from distributed import Client
+from distributed.utils import get_mp_context
+
+from daskserve import EngineConfig, SamplingParams, Service, run_batch
+from daskserve.core.placement import Parallelism
+
+from .conftest import thread_cluster
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+
+RANK_TIMEOUT_S = 10
+CONFIG = EngineConfig(
+    model="tiny-random-llama",
+    dtype="float32",
+    num_kv_blocks=400,
+    max_batch_size=8,
+    num_threads=1,
+    rank_timeout_s=RANK_TIMEOUT_S,
+)
+PARAMS = SamplingParams(max_tokens=40, ignore_eos=True)
+NUM_ROWS = 40
+PROMPTS = [f"row number {i} " * (1 + i % 9) for i in range(NUM_ROWS)]
+ROWS = [{"custom_id": f"id-{i}", "prompt": prompt} for i, prompt in enumerate(PROMPTS)]
+FOUR = Parallelism(2, 2)
+DECODE = {"elsewhere": [FOUR, Parallelism()], "here again": [FOUR]}
+RANKS = [f"{instance}{rank}" for instance in ("prefill-0", "decode-1") for rank in ("", ".1", ".3")]
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory) -> list[str]:
+    """The lines that instances of one rank write when nothing happens to them."""
+    output = tmp_path_factory.mktemp("undisturbed") / "out.jsonl"
+    with (
+        thread_cluster() as cluster,
+        Client(cluster) as client,
+        Service.attach(client, CONFIG) as service,
+    ):
+        run_batch(service, ROWS, output, params=PARAMS, show_progress=False)
+    return sorted(output.read_text().splitlines())
+
+
+@pytest.fixture(scope="module", params=DECODE)
+def service(request) -> Iterator[Service]:
+    """Ranks are forked from a process that has imported torch, since they start so often here."""
+    with dask.config.set({"distributed.worker.multiprocessing-method": "forkserver"}):
+        get_mp_context().set_forkserver_preload(["daskserve.workers.parallel.start"])
+        with Service.local(
+            prefill=[FOUR], decode=DECODE[request.param], config=CONFIG, cores=None
+        ) as service:
+            yield service
+
+
+def pid_of(service: Service, rank: str) -> int:
+    workers = service.client.scheduler_info(n_workers=-1)["workers"]
+    [address] = [address for address, worker in workers.items() if worker["name"] == rank]
+    [pid] = service.client.run(os.getpid, workers=[address]).values()
+    return pid
+
+
+def begin(service: Service, output: Path, pool: ThreadPoolExecutor, num_lines: int) -> Future:
+    """A job under way, with so many rows written."""
+    job = pool.submit(run_batch, service, ROWS, output, params=PARAMS, show_progress=False)
+    deadline = time.monotonic() + 120
+    while not output.exists() or output.read_bytes().count(b"\n") < num_lines:
+        assert time.monotonic() < deadline and not job.done()
+        time.sleep(0.005)
+    return job
+
+
+def check(service: Service, output: Path, job: Future, expected: list[str], rank: str) -> None:
+    """All rows are there once, and the reason of the loss names the rank."""
+    summary = job.result(timeout=240)
+    lines = output.read_text().splitlines()
+    ids = [json.loads(line)["custom_id"] for line in lines]
+    assert (len(ids), len(set(ids)), summary.num_failed) == (NUM_ROWS, NUM_ROWS, 0)
+    assert sorted(lines) == expected
+    losses = service.status()["losses"]
+    assert f"rank {rank.partition('.')[2] or 0}" in losses[-1]["reason"], losses
+    assert losses[-1]["role"].lower() == rank.partition("-")[0]
+
+
+def wait_until_whole(service: Service) -> None:
+    """Every instance is ready again and nothing is left in it."""
+    num_instances = len(service.status()["workers"])
+    deadline = time.monotonic() + 200
+    while True:
+        loads = service.load().values()
+        if len(loads) >= num_instances and not any(
+            load.used_kv_blocks or load.num_running for load in loads
+        ):
+            return
+        assert time.monotonic() < deadline, service.status()
+        time.sleep(0.2)
+        num_instances = max(num_instances, len(service.status()["workers"]))
+
+
+@pytest.mark.parametrize("rank", RANKS)
+def test_a_killed_rank_loses_no_row(service, tmp_path, expected, rank):
+    with ThreadPoolExecutor(1) as pool:
+        job = begin(service, tmp_path / "out.jsonl", pool, 4)
+        os.kill(pid_of(service, rank), signal.SIGKILL)
+        check(service, tmp_path / "out.jsonl", job, expected, rank)
+    wait_until_whole(service)

@@ -43,85 +43,126 @@ KV_SHAPE = ModelShape(30, 4, 64, 49152, 8192, frozenset())
 KV_PAGES = 512  # of half of the heads: 126 MB in bfloat16
 
 
-def follow(config: EngineConfig, shape: Parallelism, meeting: Meeting, core: int) -> None:
+def follow(
+    config: EngineConfig, shape: Parallelism, meeting: Meeting, rank: int, core: int
+) -> None:
     os.sched_setaffinity(0, [core])
-    store = join_group(meeting, 1, 60)
-    Follower(start_rank(config, shape, 1, store, host=HOST, address="", load_timeout_s=60)).serve()
+    store = join_group(meeting, rank, 60)
+    stage = start_rank(config, shape, rank, store, host=HOST, address="", load_timeout_s=60)
+    Follower(stage).serve()
 
 
-def steps(vocab_size: int) -> dict[str, ForwardBatch]:
-    """A prefill step of four prompts, and a decode step of 32 requests."""
+def requests(name: str, count: int, length: int, max_tokens: int) -> list[EngineSequence]:
     rng = np.random.default_rng(0)
-    prompts, length, rows, context = 4, 256, 32, 200
-    pages = -(-length // BLOCK)
-    return {
-        "prefill": ForwardBatch(
-            token_ids=rng.integers(0, vocab_size, prompts * length),
-            positions=np.tile(np.arange(length), prompts),
-            query_start=np.arange(prompts + 1, dtype=np.int32) * np.int32(length),
-            context_tokens=np.full(prompts, length, np.int32),
-            page_table=1 + np.arange(prompts * pages, dtype=np.int32).reshape(prompts, pages),
-        ),
-        "decode": ForwardBatch(
-            token_ids=rng.integers(0, vocab_size, rows),
-            positions=np.full(rows, context - 1),
-            query_start=np.arange(rows + 1, dtype=np.int32),
-            context_tokens=np.full(rows, context, np.int32),
-            page_table=1 + np.arange(rows * pages, dtype=np.int32).reshape(rows, pages),
-        ),
-    }
+    params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+    prompts = rng.integers(3, 40_000, (count, length))
+    return [
+        EngineSequence(Request(f"{name}-{number}", tuple(prompt.tolist()), params, 0.0, 0))
+        for number, prompt in enumerate(prompts)
+    ]
 
 
-def rates(config: EngineConfig, shape: Parallelism, seconds: float) -> dict[str, tuple]:
-    """Tokens/s and bubble shares of every kind of step."""
+def advance(engine: Engine) -> int:
+    """What the engine's thread does between two looks at its inbox; rows of a step that ended."""
+    step = engine.schedule()
+    if step is not None:
+        engine.begin(step)
+    if not (engine.open_steps.is_full or (step is None and len(engine.open_steps))):
+        return 0
+    step, computed = engine.finish()
+    engine.conclude(step, computed)
+    return len(computed.sequences)
+
+
+def prefill_rate(engine: Engine, seconds: float) -> float:
+    """Prompt tokens/s of an instance whose queue is never empty and whose KV is pulled at once."""
+    numbers = itertools.count()
+    started_at = num_tokens = 0.0
+    deadline = None
+    while deadline is None or time.perf_counter() < deadline:
+        while len(engine.scheduler.waiting) < 2 * PROMPTS:
+            for sequence in requests(f"p{next(numbers)}", PROMPTS, PROMPT_TOKENS, 2):
+                engine.add(sequence)
+        num_tokens += advance(engine) * PROMPT_TOKENS
+        for sequence, _ in engine.events:
+            engine.release(sequence.request.request_id, None)
+        engine.events.clear()
+        if deadline is None and num_tokens > 2 * PROMPTS * PROMPT_TOKENS:
+            engine.runner.beat()
+            started_at, num_tokens = time.perf_counter(), 0
+            deadline = started_at + seconds
+    return num_tokens / (time.perf_counter() - started_at)
+
+
+def decode_rate(engine: Engine, seconds: float) -> float:
+    """Tokens/s of ``ROWS`` requests from a context of ``CONTEXT`` tokens on."""
+    for sequence in requests("d", ROWS, CONTEXT, engine.runner.shape.context_tokens - CONTEXT):
+        engine.add(sequence)
+    while engine.scheduler.num_running < ROWS:
+        advance(engine)
+    for _ in range(4 * engine.runner.max_open):
+        advance(engine)
+    engine.events.clear()
+    engine.runner.beat()
+    num_tokens, started_at = 0, time.perf_counter()
+    while time.perf_counter() < started_at + seconds:
+        num_tokens += advance(engine)
+    return num_tokens / (time.perf_counter() - started_at)
+
+
+MEASURES = {Role.PREFILL: prefill_rate, Role.DECODE: decode_rate}
+
+
+def rates(config: EngineConfig, shape: Parallelism, role: Role, seconds: float) -> tuple:
+    """Tokens/s of an instance, and of its stages the share of time that they waited."""
     cores = sorted(os.sched_getaffinity(0))
     meeting, store = open_group(shape, HOST, 60)
     followers = [
         multiprocessing.get_context("spawn").Process(
-            target=follow, args=(config, shape, meeting, cores[-1])
+            target=follow, args=(config, shape, meeting, rank, cores[-1])
         )
-        for _ in range(shape.num_gpus - 1)
+        for rank in range(1, shape.num_gpus)
     ]
     for process in followers:
         process.start()
     os.sched_setaffinity(0, [cores[0]])
     stage = start_rank(config, shape, 0, store, host=HOST, address="", load_timeout_s=60)
     runner = ParallelRunner(stage)
-    runner.bind(runner.new_pool(1024, BLOCK).pages)
-    measured = {}
-    for name, batch in steps(runner.shape.vocab_size).items():
-        runner.forward(batch)
-        runner.beat()
-        busy_s, elapsed_s = runner.busy_s, runner.elapsed_s
-        times = []
-        while sum(times) < seconds:
-            started_at = time.perf_counter()
-            runner.forward(batch)
-            times.append(time.perf_counter() - started_at)
-        runner.beat()
-        spent_s = np.subtract(runner.busy_s, busy_s)
-        bubbles = 1 - spent_s / (runner.elapsed_s - elapsed_s)
-        measured[name] = (batch.num_tokens / median(times), bubbles)
+    tokenizer = Tokenizer.load(resolve(config.model))
+    # Decoding begins with prompts, which a decode instance computes where no KV can be pulled.
+    engine = build_engine(
+        Role.COLOCATED if role is Role.DECODE else role, config, lambda _: (runner, tokenizer)
+    )
+    before_s, since_s = list(runner.busy_s), runner.elapsed_s
+    rate = MEASURES[role](engine, seconds)
+    runner.beat()
+    spent_s, elapsed_s = np.subtract(runner.busy_s, before_s), runner.elapsed_s - since_s
+    for sequence in engine.sequences():
+        engine.abort(sequence.request.request_id)
+    while len(engine.open_steps):
+        engine.conclude(*engine.finish())
     runner.close()
     for process in followers:
         process.join()
     os.sched_setaffinity(0, cores)
-    return measured
+    return rate, 1 - spent_s / elapsed_s
 
 
 def pipeline(config: EngineConfig, seconds: float) -> list[dict]:
-    shapes = {"one": Parallelism(), "PP2": Parallelism(1, 2)}
-    found = {name: rates(config, shape, seconds) for name, shape in shapes.items()}
     figures = []
-    for step in ("prefill", "decode"):
-        one, _ = found["one"][step]
-        two, bubbles = found["PP2"][step]
-        shares = ", ".join(f"{share:.0%}" for share in bubbles)
-        print(
-            f"{step}: one stage on one core {one:.0f} tokens/s, two on two {two:.0f}:"
-            f" x {two / one:.2f}; stages wait {shares}"
-        )
-        figures.append(figure(f"pipeline_{step}", two / one, "x one stage", PIPELINE_TARGET))
+    for role in MEASURES:
+        one, _ = rates(config, Parallelism(), role, seconds)
+        for shape, target in ((Parallelism(1, 2), PIPELINE_TARGET), (Parallelism(3, 1), None)):
+            if role is Role.PREFILL and target is None:
+                continue
+            several, waits = rates(config, shape, role, seconds)
+            shares = ", ".join(f"{share:.0%}" for share in waits)
+            name = role.value.lower()
+            print(
+                f"{name}: one stage on one core {one:.0f} tokens/s, {shape} on two cores"
+                f" {several:.0f}: x {several / one:.2f}; stages wait {shares}"
+            )
+            figures.append(figure(f"pipeline_{name}", several / one, "x one stage", target or 0))
     return figures
 
 

@@ -34,6 +34,7 @@ from daskserve.workers.sampler import INVALID
 from daskserve.workers.sequence import Sequence, State
 from daskserve.workers.step import Step
 
+
 @dataclass(frozen=True, slots=True)
 class Reserved:
     """Pages are reserved: pull the sequence's KV into them, then call ``Engine.pull_ended``."""

@@ -146,7 +146,9 @@ class KVPool:
         self.num_free += len(pages)
         del self._pages_of[owner]
 
-    def begin_digests(self, owners_pages: Sequence[Sequence[int]]) -> Callable[[], list[np.ndarray]]:
+    def begin_digests(
+        self, owners_pages: Sequence[Sequence[int]]
+    ) -> Callable[[], list[np.ndarray]]:
         """Digests of each owner's pages, as they are after all steps begun so far.
 
         Each is uint64 ``[layers, kv_heads]`` of the model. What is returned waits for them and is

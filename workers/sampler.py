@@ -36,9 +36,7 @@ def _mixed(x: int) -> int:
     return x ^ (x >> 31)
 
 
-def sample(
-    scores: Scores, draws: Sequence[tuple[int, SamplingParams, int, int]]
-) -> np.ndarray:
+def sample(scores: Scores, draws: Sequence[tuple[int, SamplingParams, int, int]]) -> np.ndarray:
     """One token id per row, int64 [R].
 
     Parameters

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -24,8 +24,10 @@ class Ranks(Protocol):
     parallelism: Parallelism
     addresses: tuple[str, ...]
 
-    def digests(self, pool: KVPool, page_ids: Sequence[int]) -> np.ndarray:
-        """Of every layer and KV head of the model."""
+    def begin_digests(
+        self, pool: KVPool, owners_pages: Sequence[Sequence[int]]
+    ) -> Callable[[], list[np.ndarray]]:
+        """As for `KVPool`, of the pages on all ranks."""
 
     def settle(self, order: Order, owner: int, page_ids: Sequence[int] = ()) -> None:
         """Have the followers put what they pulled for ``owner`` into pages, or drop it."""
@@ -51,8 +53,10 @@ class HeadPool(KVPool):
         shape = self._ranks.parallelism
         return {"tp": shape.tp, "pp": shape.pp, "ranks": self._ranks.addresses}
 
-    def digests(self, page_ids: Sequence[int]) -> np.ndarray:
-        return self._ranks.digests(self, page_ids)
+    def begin_digests(
+        self, owners_pages: Sequence[Sequence[int]]
+    ) -> Callable[[], list[np.ndarray]]:
+        return self._ranks.begin_digests(self, owners_pages)
 
     def end_pull(self, owner: Hashable, succeeded: bool) -> None:
         if succeeded:

@@ -12,44 +12,52 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import multiprocessing
 import os
 import time
+from collections.abc import Iterator
 from statistics import median
 
 import numpy as np
 import torch
 from distributed.core import ConnectionPool, Server
 
-from daskserve.core.instance import EngineConfig
+from daskserve.core.instance import EngineConfig, Role
 from daskserve.core.kv import KVHandle
+from daskserve.core.params import SamplingParams
 from daskserve.core.placement import Parallelism
+from daskserve.core.request import Prefilled, Request
 from daskserve.core.shards import Shard
+from daskserve.models.catalog import resolve
 from daskserve.service.kv_parts import Limits, export_part, pull_parts
 from daskserve.service.kv_pull import OPERATION, KVServer, pull
-from daskserve.workers.forward import ForwardBatch, ModelShape
+from daskserve.text.tokenizer import Tokenizer
+from daskserve.workers.engine import Engine
+from daskserve.workers.forward import ModelShape
 from daskserve.workers.kv_digest import slice_digests, summed
 from daskserve.workers.kv_pool import KVPool
+from daskserve.workers.loading import build_engine
 from daskserve.workers.parallel.follower import Follower
 from daskserve.workers.parallel.group import Meeting, join_group, open_group
 from daskserve.workers.parallel.runner import ParallelRunner
 from daskserve.workers.parallel.start import start_rank
+from daskserve.workers.sequence import Sequence as EngineSequence
 
 HOST, BLOCK = "127.0.0.1", 16
+PROMPTS, PROMPT_TOKENS = 4, 256  # of one step
+ROWS, CONTEXT = 64, 200
 PIPELINE_TARGET, RESHARD_TARGET = 1.5, 0.8
 LIMITS = Limits(5, 5, 30)
 KV_SHAPE = ModelShape(30, 4, 64, 49152, 8192, frozenset())
 KV_PAGES = 512  # of half of the heads: 126 MB in bfloat16
 
 
-def follow(
-    config: EngineConfig, shape: Parallelism, meeting: Meeting, rank: int, core: int
-) -> None:
+def follow(config: EngineConfig, shape: Parallelism, meeting: Meeting, core: int) -> None:
     os.sched_setaffinity(0, [core])
-    store = join_group(meeting, rank, 60)
-    stage = start_rank(config, shape, rank, store, host=HOST, address="", load_timeout_s=60)
-    Follower(stage).serve()
+    store = join_group(meeting, 1, 60)
+    Follower(start_rank(config, shape, 1, store, host=HOST, address="", load_timeout_s=60)).serve()
 
 
 def requests(name: str, count: int, length: int, max_tokens: int) -> list[EngineSequence]:
@@ -67,103 +75,106 @@ def advance(engine: Engine) -> int:
     step = engine.schedule()
     if step is not None:
         engine.begin(step)
-    if not (engine.open_steps.is_full or (step is None and len(engine.open_steps))):
-        return 0
-    step, computed = engine.finish()
-    engine.conclude(step, computed)
-    return len(computed.sequences)
-
-
-def prefill_rate(engine: Engine, seconds: float) -> float:
-    """Prompt tokens/s of an instance whose queue is never empty and whose KV is pulled at once."""
-    numbers = itertools.count()
-    started_at = num_tokens = 0.0
-    deadline = None
-    while deadline is None or time.perf_counter() < deadline:
-        while len(engine.scheduler.waiting) < 2 * PROMPTS:
-            for sequence in requests(f"p{next(numbers)}", PROMPTS, PROMPT_TOKENS, 2):
-                engine.add(sequence)
-        num_tokens += advance(engine) * PROMPT_TOKENS
-        for sequence, _ in engine.events:
+    num_rows = 0
+    if engine.open_steps.is_full or (step is None and len(engine.open_steps)):
+        step, computed = engine.finish()
+        engine.conclude(step, computed)
+        num_rows = len(computed.sequences)
+    for sequence, payload in engine.events:
+        if isinstance(payload, Prefilled):
             engine.release(sequence.request.request_id, None)
-        engine.events.clear()
-        if deadline is None and num_tokens > 2 * PROMPTS * PROMPT_TOKENS:
-            engine.runner.beat()
-            started_at, num_tokens = time.perf_counter(), 0
-            deadline = started_at + seconds
-    return num_tokens / (time.perf_counter() - started_at)
+    engine.events.clear()
+    return num_rows
 
 
-def decode_rate(engine: Engine, seconds: float) -> float:
-    """Tokens/s of ``ROWS`` requests from a context of ``CONTEXT`` tokens on."""
-    for sequence in requests("d", ROWS, CONTEXT, engine.runner.shape.context_tokens - CONTEXT):
+def prefill(engine: Engine) -> Iterator[int]:
+    """Prompt tokens of step after step; the queue is never empty, KV is taken at once."""
+    for number in itertools.count():
+        if len(engine.scheduler.waiting) < 2 * PROMPTS:
+            for sequence in requests(f"p{number}", PROMPTS, PROMPT_TOKENS, 2):
+                engine.add(sequence)
+        yield advance(engine) * PROMPT_TOKENS
+
+
+def decode(engine: Engine) -> Iterator[int]:
+    """Tokens of step after step of ``ROWS`` requests, whose prompts have ``CONTEXT`` tokens."""
+    for sequence in requests("d", ROWS, CONTEXT, 4000):
         engine.add(sequence)
     while engine.scheduler.num_running < ROWS:
         advance(engine)
-    for _ in range(4 * engine.runner.max_open):
-        advance(engine)
-    engine.events.clear()
-    engine.runner.beat()
+    while True:
+        yield advance(engine)
+
+
+# Prompts of requests to decode are computed here, where there is no KV to be pulled.
+WORK = {"prefill": (Role.PREFILL, prefill), "decode": (Role.COLOCATED, decode)}
+
+
+def rate(engine: Engine, steps: Iterator[int], seconds: float) -> tuple[float, np.ndarray]:
+    """Tokens/s, and the share of the time in which each stage waited."""
+    runner = engine.runner
+    for _ in range(6 * runner.max_open):
+        next(steps)
+    runner.beat()
+    busy_s, elapsed_s = runner.busy_s, runner.elapsed_s
     num_tokens, started_at = 0, time.perf_counter()
     while time.perf_counter() < started_at + seconds:
-        num_tokens += advance(engine)
-    return num_tokens / (time.perf_counter() - started_at)
+        num_tokens += next(steps)
+    tokens_per_s = num_tokens / (time.perf_counter() - started_at)
+    runner.beat()
+    spent_s = np.subtract(runner.busy_s, busy_s)
+    while len(engine.open_steps):
+        engine.conclude(*engine.finish())
+    return tokens_per_s, 1 - spent_s / (runner.elapsed_s - elapsed_s)
 
 
-MEASURES = {Role.PREFILL: prefill_rate, Role.DECODE: decode_rate}
-
-
-def rates(config: EngineConfig, shape: Parallelism, role: Role, seconds: float) -> tuple:
-    """Tokens/s of an instance, and of its stages the share of time that they waited."""
+def measured(config: EngineConfig, shape: Parallelism, work: str, seconds: float) -> tuple:
+    """What `rate` gives for an instance of this shape, a core for each of two ranks."""
     cores = sorted(os.sched_getaffinity(0))
     meeting, store = open_group(shape, HOST, 60)
     followers = [
         multiprocessing.get_context("spawn").Process(
-            target=follow, args=(config, shape, meeting, rank, cores[-1])
+            target=follow, args=(config, shape, meeting, cores[-1])
         )
-        for rank in range(1, shape.num_gpus)
+        for _ in range(shape.num_gpus - 1)
     ]
     for process in followers:
         process.start()
     os.sched_setaffinity(0, [cores[0]])
     stage = start_rank(config, shape, 0, store, host=HOST, address="", load_timeout_s=60)
-    runner = ParallelRunner(stage)
-    tokenizer = Tokenizer.load(resolve(config.model))
-    # Decoding begins with prompts, which a decode instance computes where no KV can be pulled.
-    engine = build_engine(
-        Role.COLOCATED if role is Role.DECODE else role, config, lambda _: (runner, tokenizer)
-    )
-    before_s, since_s = list(runner.busy_s), runner.elapsed_s
-    rate = MEASURES[role](engine, seconds)
-    runner.beat()
-    spent_s, elapsed_s = np.subtract(runner.busy_s, before_s), runner.elapsed_s - since_s
-    for sequence in engine.sequences():
-        engine.abort(sequence.request.request_id)
-    while len(engine.open_steps):
-        engine.conclude(*engine.finish())
+    runner, tokenizer = ParallelRunner(stage), Tokenizer.load(resolve(config.model))
+    role, steps = WORK[work]
+    engine = build_engine(role, config, lambda _: (runner, tokenizer))
+    found = rate(engine, steps(engine), seconds)
     runner.close()
     for process in followers:
         process.join()
     os.sched_setaffinity(0, cores)
-    return rate, 1 - spent_s / elapsed_s
+    return found
+
+
+def compare(config: EngineConfig, shape: Parallelism, work: str, seconds: float) -> float:
+    """How many times faster the ranks of ``shape`` are together than one."""
+    one, _ = measured(config, Parallelism(), work, seconds)
+    several, waits = measured(config, shape, work, seconds)
+    shares = ", ".join(f"{share:.0%}" for share in waits)
+    print(
+        f"{work}: one rank on one core {one:.0f} tokens/s, {shape} on two cores {several:.0f}:"
+        f" x {several / one:.2f}; stages wait {shares}"
+    )
+    return several / one
 
 
 def pipeline(config: EngineConfig, seconds: float) -> list[dict]:
-    figures = []
-    for role in MEASURES:
-        one, _ = rates(config, Parallelism(), role, seconds)
-        for shape, target in ((Parallelism(1, 2), PIPELINE_TARGET), (Parallelism(3, 1), None)):
-            if role is Role.PREFILL and target is None:
-                continue
-            several, waits = rates(config, shape, role, seconds)
-            shares = ", ".join(f"{share:.0%}" for share in waits)
-            name = role.value.lower()
-            print(
-                f"{name}: one stage on one core {one:.0f} tokens/s, {shape} on two cores"
-                f" {several:.0f}: x {several / one:.2f}; stages wait {shares}"
-            )
-            figures.append(figure(f"pipeline_{name}", several / one, "x one stage", target or 0))
-    return figures
+    return [
+        figure(
+            f"pipeline_{work}",
+            compare(config, Parallelism(1, 2), work, seconds),
+            "x one stage",
+            PIPELINE_TARGET,
+        )
+        for work in WORK
+    ]
 
 
 def figure(name: str, value: float, unit: str, target: float) -> dict:
@@ -248,7 +259,15 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="3 seconds per figure: < 60 s")
     given = parser.parse_args()
     seconds = 3.0 if given.quick else given.seconds
-    config = EngineConfig(model=given.model, dtype=given.dtype, num_threads=1, rank_timeout_s=60)
+    config = EngineConfig(
+        model=given.model,
+        dtype=given.dtype,
+        num_threads=1,
+        rank_timeout_s=60,
+        prefill_budget_tokens=PROMPTS * PROMPT_TOKENS,
+        num_kv_blocks=1600,
+        max_batch_size=ROWS,
+    )
     figures = pipeline(config, seconds)
     figures += asyncio.run(reshard(seconds))
     print(json.dumps(figures))

@@ -12,6 +12,7 @@ import torch
 from daskserve.core.instance import EngineConfig, Role
 from daskserve.core.placement import Parallelism
 from daskserve.errors import InstanceLost
+from daskserve.workers.forward import ForwardBatch
 from daskserve.workers.parallel import group
 from daskserve.workers.parallel.group import RankGroup, join_group, open_group
 from daskserve.workers.parallel.wire import Order, OrderLine
@@ -171,3 +172,21 @@ def test_an_instance_that_loses_a_rank_is_lost_when_it_computes_and_when_it_idle
             engine.pool.begin_digests([[1]])()
         assert len(lost) == 1
         ranks.close()
+
+
+def test_a_rank_that_is_gone_while_steps_are_open_loses_the_instance_once():
+    lost = []
+    ranks = launch(CONFIG, Parallelism(1, 2))
+    ranks.runner._on_lost = lost.append
+    ranks.runner.bind(ranks.runner.new_pool(8, 16).pages)
+    ones = np.ones(1, np.int32)
+    step = ForwardBatch(ones, ones - 1, np.array([0, 1], np.int32), ones, ones[:, None])
+    ranks.runner.begin(step, [])()
+    begun = [ranks.runner.begin(step, []) for _ in range(ranks.runner.max_open)]
+    assert len(begun) == 2
+    ranks.followers[1].stage.group.close()
+    with pytest.raises(InstanceLost, match="of TP1xPP2 is lost: rank 1 "):
+        for finish in [*begun, ranks.runner.begin(step, [])]:
+            finish()
+    assert len(lost) == 1
+    ranks.close()

@@ -108,6 +108,7 @@ def decode(engine: Engine) -> Iterator[int]:
 
 # Prompts of requests to decode are computed here, where there is no KV to be pulled.
 WORK = {"prefill": (Role.PREFILL, prefill), "decode": (Role.COLOCATED, decode)}
+BALANCED_FOR = {"prefill": Role.PREFILL, "decode": Role.DECODE}
 
 
 def rate(engine: Engine, steps: Iterator[int], seconds: float) -> tuple[float, np.ndarray]:
@@ -141,7 +142,9 @@ def measured(config: EngineConfig, shape: Parallelism, work: str, seconds: float
     for process in followers:
         process.start()
     os.sched_setaffinity(0, [cores[0]])
-    stage = start_rank(config, shape, 0, store, host=HOST, address="", load_timeout_s=60)
+    stage = start_rank(
+        config, shape, 0, store, host=HOST, address="", load_timeout_s=60, role=BALANCED_FOR[work]
+    )
     runner, tokenizer = ParallelRunner(stage), Tokenizer.load(resolve(config.model))
     role, steps = WORK[work]
     engine = build_engine(role, config, lambda _: (runner, tokenizer))

@@ -23,6 +23,7 @@ class Ranks(Protocol):
     shard: Shard
     parallelism: Parallelism
     addresses: tuple[str, ...]
+    stage_layers: tuple[int, ...]
 
     def begin_digests(
         self, pool: KVPool, owners_pages: Sequence[Sequence[int]]
@@ -50,8 +51,13 @@ class HeadPool(KVPool):
 
     @property
     def home(self) -> dict[str, Any]:
-        shape = self._ranks.parallelism
-        return {"tp": shape.tp, "pp": shape.pp, "ranks": self._ranks.addresses}
+        shape, stage_layers = self._ranks.parallelism, self._ranks.stage_layers
+        return {
+            "tp": shape.tp,
+            "pp": shape.pp,
+            "ranks": self._ranks.addresses,
+            "stage_layers": stage_layers,
+        }
 
     def begin_digests(
         self, owners_pages: Sequence[Sequence[int]]

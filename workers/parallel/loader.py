@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -34,6 +34,10 @@ class ShardedModel:
     family: Family
     shape: ModelShape
     shards: ShardMap
+
+    def shared_out(self, stage_layers: tuple[int, ...]) -> ShardedModel:
+        """The same with so many layers in each stage (InvalidParameter)."""
+        return replace(self, shards=replace(self.shards, stage_layers=stage_layers))
 
 
 def read_model(model_dir: Path, parallelism: Parallelism) -> ShardedModel:

@@ -65,6 +65,7 @@ class ParallelRunner:
         self.group = stage.group
         self.addresses = addresses
         self.parallelism = stage.group.parallelism
+        self.stage_layers = stage.shards.stage_layers
         self.shape, self.dtype, self.shard = stage.shape, stage.dtype, stage.shard
         self.max_open = stage.group.parallelism.pp
         self.busy_s: list[float] = []

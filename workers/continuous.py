@@ -10,7 +10,6 @@ queue and the pool; what is in an open step is left alone.
 from __future__ import annotations
 
 import itertools
-from collections import deque
 
 from daskserve.core.instance import EngineConfig, Role
 from daskserve.scheduling.batching import (
@@ -57,7 +56,7 @@ class ContinuousScheduler:
         """Sequences whose pages were just reserved: the engine has their pulls started."""
         max_rows = -(-config.max_batch_size // num_waves)
         self._waves = [Wave(max_rows, pool.block_size) for _ in range(num_waves)]
-        self._turns = deque(self._waves)
+        self._turns = list(self._waves)
         self._pulls: dict[int, Sequence] = {}
         self._pool = pool
         self._role = role
@@ -93,13 +92,15 @@ class ContinuousScheduler:
             self._leave(sequence)
 
     def next_step(self) -> Step | None:
-        """Of the wave that has waited longest since its last step, of those that have work."""
-        for _ in self._waves:
-            wave = self._turns[0]
-            self._turns.rotate(-1)
+        """Of the wave whose last step is longest ago; an empty one only takes what comes new."""
+        busy = [wave for wave in self._turns if wave.num_members]
+        empty = [wave for wave in self._waves if not wave.num_members]
+        for wave in (*busy, *empty):
             step = None if wave.is_open else self._next_of(wave)
             if step is not None:
                 wave.is_open = True
+                self._turns.remove(wave)
+                self._turns.append(wave)
                 return step
         return None
 

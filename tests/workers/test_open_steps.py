@@ -45,13 +45,13 @@ def test_steps_end_in_the_order_in_which_they_began_and_share_no_request(
     begun, ended = [], []
     begin, finish = engine.open_steps.begin, engine.open_steps.finish
 
-    def noting_begin(step):
+    def noting_begin(step, **kwargs):
         begun.append(step)
         open_now = begun[len(ended) :]
         rows = [sequence for step in open_now for sequence in step.sequences]
         assert len(rows) == len(set(map(id, rows))), "a request is in one open step at most"
         assert len(open_now) <= 2
-        begin(step)
+        begin(step, **kwargs)
 
     def noting_finish():
         ended.append(finish())

@@ -63,10 +63,14 @@ class Decode:
 class VirtualCluster:
     """Runs requests ``(arrival_s, prompt_tokens, output_tokens)``; ``done`` maps id to times."""
 
+    decode_type = Decode
+
     def __init__(self, deployment):
         self.deployment = deployment
         self.prefills = [Prefill(deployment, times) for times in deployment.prefill_instances]
-        self.decodes = [Decode(deployment, times) for times in deployment.decode_instances]
+        self.decodes = [
+            self.decode_type(deployment, times) for times in deployment.decode_instances
+        ]
         self.ready = deque()
         self.pulls = []
         self.pulls_version = 0

@@ -79,8 +79,8 @@ def test_a_pipeline_has_a_step_in_every_stage(ranks_of, rig_type, make_request):
     engine = ranks_of("tiny-random-llama", 1, 2).engine(Role.COLOCATED, prefill_budget_tokens=24)
     begin, most = engine.open_steps.begin, []
 
-    def noting(step):
-        begin(step)
+    def noting(step, **kwargs):
+        begin(step, **kwargs)
         most.append(len(engine.open_steps))
 
     engine.open_steps.begin = noting

@@ -13,7 +13,7 @@ from daskserve.errors import InstanceLost, ModelError
 from daskserve.models.catalog import resolve
 from daskserve.workers.parallel.balance import stage_layers
 from daskserve.workers.parallel.group import HEAD, RankGroup
-from daskserve.workers.parallel.loader import load_stage, read_model
+from daskserve.workers.parallel.loader import ShardedModel, load_stage, read_model
 from daskserve.workers.parallel.stage import Stage
 
 ADDRESS = "address"
@@ -70,15 +70,7 @@ def start_rank(
         timeout_s=config.rank_timeout_s,
         assembly_s=load_timeout_s,
     )
-    with group.watched():
-        told = store.get(_STAGES).decode()
-    model = model.shared_out(tuple(map(int, told.split())))
-    num_threads = config.num_threads or len(os.sched_getaffinity(0))
-    try:
-        stage = load_stage(model, group, getattr(torch, config.dtype), num_threads)
-    except Exception as error:
-        group.fail(error)
-        raise
+    stage = _load(model, group, config)
     try:
         group.share(ADDRESS, address)
         group.meet("loaded", load_timeout_s)
@@ -87,3 +79,16 @@ def start_rank(
             raise ModelError(str(error)) from error
         raise
     return stage
+
+
+def _load(model: ShardedModel, group: RankGroup, config: EngineConfig) -> Stage:
+    """This rank's share, as the head shares the layers out."""
+    with group.watched():
+        told = group.store.get(_STAGES).decode()
+    num_threads = config.num_threads or len(os.sched_getaffinity(0))
+    try:
+        model = model.shared_out(tuple(map(int, told.split())))
+        return load_stage(model, group, getattr(torch, config.dtype), num_threads)
+    except Exception as error:
+        group.fail(error)
+        raise

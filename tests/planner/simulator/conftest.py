@@ -62,7 +62,7 @@ def virtual_cluster():
     """
     pytest.importorskip("torch")
     engine = _module("virtual_engine")
-    pipelined = _module("virtual_pipeline").pipeline_of(engine)
+    pipelined = _module("virtual_pipeline").pipelined(engine)
 
     def make(deployment):
         has_stages = deployment.decode_instances[0].num_stages > 1

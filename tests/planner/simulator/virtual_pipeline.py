@@ -1,4 +1,4 @@
-"""As ``virtual_engine``, for instances with pipeline stages that work at their own pace.
+"""As ``virtual_engine``, for colocated instances with pipeline stages.
 
 A wave's step goes through the stages one after the other; the next wave's follows it as soon as
 the first stage is free.
@@ -10,44 +10,12 @@ from daskserve.core.instance import EngineConfig, Role
 from daskserve.workers.continuous import ContinuousScheduler
 
 
-def pipeline_of(engine):
+def pipelined(engine):
     """The class `VirtualCluster` of the module ``engine``, with pipelines."""
-
-    class Pipeline(engine.Decode):
-        def __init__(self, deployment, times):
-            super().__init__(deployment, times)
-            config = EngineConfig(
-                block_size=deployment.block_size,
-                chunk_tokens=deployment.chunk_tokens,
-                max_batch_size=times.max_batch_size * times.num_stages,
-            )
-            self.scheduler = ContinuousScheduler(
-                self.pool,
-                Role.COLOCATED,
-                config,
-                times.prefill_budget_tokens,
-                times.num_stages,
-            )
-            self.open = []
-            self.free_s = [0.0] * times.num_stages
-
-        @property
-        def step(self):
-            """None while another may begin."""
-            is_full = len(self.open) == self.times.num_stages
-            return self.open[0] if is_full else None
-
-        @step.setter
-        def step(self, step):
-            pass
-
-        def leaves_s(self, pass_s, now):
-            for stage, free_s in enumerate(self.free_s):
-                now = self.free_s[stage] = max(now, free_s) + self.times.stage_s(pass_s)
-            return now
+    instance = _instance(engine.Decode)
 
     class PipelinedCluster(engine.VirtualCluster):
-        decode_type = Pipeline
+        decode_type = instance
 
         def _observed(self, decode):
             used, total, active, most = super()._observed(decode)
@@ -74,3 +42,36 @@ def pipeline_of(engine):
                 self._at(decode.free_s[0], engine.STEP_END, self._iterate, decode, None)
 
     return PipelinedCluster
+
+
+def _instance(plain):
+    class Pipeline(plain):
+        def __init__(self, deployment, times):
+            super().__init__(deployment, times)
+            config = EngineConfig(
+                block_size=deployment.block_size,
+                chunk_tokens=deployment.chunk_tokens,
+                max_batch_size=times.max_batch_size * times.num_stages,
+            )
+            budget_tokens, num_stages = times.prefill_budget_tokens, times.num_stages
+            self.scheduler = ContinuousScheduler(
+                self.pool, Role.COLOCATED, config, budget_tokens, num_stages
+            )
+            self.open = []
+            self.free_s = [0.0] * num_stages
+
+        @property
+        def step(self):
+            """None while another may begin."""
+            return self.open[0] if len(self.open) == self.times.num_stages else None
+
+        @step.setter
+        def step(self, step):
+            pass
+
+        def leaves_s(self, pass_s, now):
+            for stage, free_s in enumerate(self.free_s):
+                now = self.free_s[stage] = max(now, free_s) + self.times.stage_s(pass_s)
+            return now
+
+    return Pipeline

@@ -12,31 +12,42 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import multiprocessing
 import os
 import time
+from collections.abc import Iterator
 from statistics import median
 
 import numpy as np
 import torch
 from distributed.core import ConnectionPool, Server
 
-from daskserve.core.instance import EngineConfig
+from daskserve.core.instance import EngineConfig, Role
 from daskserve.core.kv import KVHandle
+from daskserve.core.params import SamplingParams
 from daskserve.core.placement import Parallelism
+from daskserve.core.request import Prefilled, Request
 from daskserve.core.shards import Shard
+from daskserve.models.catalog import resolve
 from daskserve.service.kv_parts import Limits, export_part, pull_parts
 from daskserve.service.kv_pull import OPERATION, KVServer, pull
-from daskserve.workers.forward import ForwardBatch, ModelShape
+from daskserve.text.tokenizer import Tokenizer
+from daskserve.workers.engine import Engine
+from daskserve.workers.forward import ModelShape
 from daskserve.workers.kv_digest import slice_digests, summed
 from daskserve.workers.kv_pool import KVPool
+from daskserve.workers.loading import build_engine
 from daskserve.workers.parallel.follower import Follower
 from daskserve.workers.parallel.group import Meeting, join_group, open_group
 from daskserve.workers.parallel.runner import ParallelRunner
 from daskserve.workers.parallel.start import start_rank
+from daskserve.workers.sequence import Sequence as EngineSequence
 
 HOST, BLOCK = "127.0.0.1", 16
+PROMPTS, PROMPT_TOKENS = 4, 256  # of one step
+ROWS, CONTEXT = 64, 200
 PIPELINE_TARGET, RESHARD_TARGET = 1.5, 0.8
 LIMITS = Limits(5, 5, 30)
 KV_SHAPE = ModelShape(30, 4, 64, 49152, 8192, frozenset())
@@ -49,31 +60,77 @@ def follow(config: EngineConfig, shape: Parallelism, meeting: Meeting, core: int
     Follower(start_rank(config, shape, 1, store, host=HOST, address="", load_timeout_s=60)).serve()
 
 
-def steps(vocab_size: int) -> dict[str, ForwardBatch]:
-    """A prefill step of four prompts, and a decode step of 32 requests."""
+def requests(name: str, count: int, length: int, max_tokens: int) -> list[EngineSequence]:
     rng = np.random.default_rng(0)
-    prompts, length, rows, context = 4, 256, 32, 200
-    pages = -(-length // BLOCK)
-    return {
-        "prefill": ForwardBatch(
-            token_ids=rng.integers(0, vocab_size, prompts * length),
-            positions=np.tile(np.arange(length), prompts),
-            query_start=np.arange(prompts + 1, dtype=np.int32) * np.int32(length),
-            context_tokens=np.full(prompts, length, np.int32),
-            page_table=1 + np.arange(prompts * pages, dtype=np.int32).reshape(prompts, pages),
-        ),
-        "decode": ForwardBatch(
-            token_ids=rng.integers(0, vocab_size, rows),
-            positions=np.full(rows, context - 1),
-            query_start=np.arange(rows + 1, dtype=np.int32),
-            context_tokens=np.full(rows, context, np.int32),
-            page_table=1 + np.arange(rows * pages, dtype=np.int32).reshape(rows, pages),
-        ),
-    }
+    params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+    prompts = rng.integers(3, 40_000, (count, length))
+    return [
+        EngineSequence(Request(f"{name}-{number}", tuple(prompt.tolist()), params, 0.0, 0))
+        for number, prompt in enumerate(prompts)
+    ]
 
 
-def rates(config: EngineConfig, shape: Parallelism, seconds: float) -> dict[str, tuple]:
-    """Tokens/s and bubble shares of every kind of step."""
+def advance(engine: Engine) -> int:
+    """What the engine's thread does between two looks at its inbox; rows of a step that ended."""
+    step = engine.schedule()
+    if step is not None:
+        engine.begin(step)
+    num_rows = 0
+    if engine.open_steps.is_full or (step is None and len(engine.open_steps)):
+        step, computed = engine.finish()
+        engine.conclude(step, computed)
+        num_rows = len(computed.sequences)
+    for sequence, payload in engine.events:
+        if isinstance(payload, Prefilled):
+            engine.release(sequence.request.request_id, None)
+    engine.events.clear()
+    return num_rows
+
+
+def prefill(engine: Engine) -> Iterator[int]:
+    """Prompt tokens of step after step; the queue is never empty, KV is taken at once."""
+    for number in itertools.count():
+        if len(engine.scheduler.waiting) < 2 * PROMPTS:
+            for sequence in requests(f"p{number}", PROMPTS, PROMPT_TOKENS, 2):
+                engine.add(sequence)
+        yield advance(engine) * PROMPT_TOKENS
+
+
+def decode(engine: Engine) -> Iterator[int]:
+    """Tokens of step after step of ``ROWS`` requests, whose prompts have ``CONTEXT`` tokens."""
+    for sequence in requests("d", ROWS, CONTEXT, 4000):
+        engine.add(sequence)
+    while engine.scheduler.num_running < ROWS:
+        advance(engine)
+    while True:
+        yield advance(engine)
+
+
+# Prompts of requests to decode are computed here, where there is no KV to be pulled.
+WORK = {"prefill": (Role.PREFILL, prefill), "decode": (Role.COLOCATED, decode)}
+BALANCED_FOR = {"prefill": Role.PREFILL, "decode": Role.DECODE}
+
+
+def rate(engine: Engine, steps: Iterator[int], seconds: float) -> tuple[float, np.ndarray]:
+    """Tokens/s, and the share of the time in which each stage waited."""
+    runner = engine.runner
+    for _ in range(6 * runner.max_open):
+        next(steps)
+    runner.beat()
+    busy_s, elapsed_s = runner.busy_s, runner.elapsed_s
+    num_tokens, started_at = 0, time.perf_counter()
+    while time.perf_counter() < started_at + seconds:
+        num_tokens += next(steps)
+    tokens_per_s = num_tokens / (time.perf_counter() - started_at)
+    runner.beat()
+    spent_s = np.subtract(runner.busy_s, busy_s)
+    while len(engine.open_steps):
+        engine.conclude(*engine.finish())
+    return tokens_per_s, 1 - spent_s / (runner.elapsed_s - elapsed_s)
+
+
+def measured(config: EngineConfig, shape: Parallelism, work: str, seconds: float) -> tuple:
+    """What `rate` gives for an instance of this shape, a core for each of two ranks."""
     cores = sorted(os.sched_getaffinity(0))
     meeting, store = open_group(shape, HOST, 60)
     followers = [
@@ -85,44 +142,42 @@ def rates(config: EngineConfig, shape: Parallelism, seconds: float) -> dict[str,
     for process in followers:
         process.start()
     os.sched_setaffinity(0, [cores[0]])
-    stage = start_rank(config, shape, 0, store, host=HOST, address="", load_timeout_s=60)
-    runner = ParallelRunner(stage)
-    runner.bind(runner.new_pool(1024, BLOCK).pages)
-    measured = {}
-    for name, batch in steps(runner.shape.vocab_size).items():
-        runner.forward(batch)
-        runner.beat()
-        busy_s, elapsed_s = runner.busy_s, runner.elapsed_s
-        times = []
-        while sum(times) < seconds:
-            started_at = time.perf_counter()
-            runner.forward(batch)
-            times.append(time.perf_counter() - started_at)
-        runner.beat()
-        spent_s = np.subtract(runner.busy_s, busy_s)
-        bubbles = 1 - spent_s / (runner.elapsed_s - elapsed_s)
-        measured[name] = (batch.num_tokens / median(times), bubbles)
+    stage = start_rank(
+        config, shape, 0, store, host=HOST, address="", load_timeout_s=60, role=BALANCED_FOR[work]
+    )
+    runner, tokenizer = ParallelRunner(stage), Tokenizer.load(resolve(config.model))
+    role, steps = WORK[work]
+    engine = build_engine(role, config, lambda _: (runner, tokenizer))
+    found = rate(engine, steps(engine), seconds)
     runner.close()
     for process in followers:
         process.join()
     os.sched_setaffinity(0, cores)
-    return measured
+    return found
+
+
+def compare(config: EngineConfig, shape: Parallelism, work: str, seconds: float) -> float:
+    """How many times faster the ranks of ``shape`` are together than one."""
+    one, _ = measured(config, Parallelism(), work, seconds)
+    several, waits = measured(config, shape, work, seconds)
+    shares = ", ".join(f"{share:.0%}" for share in waits)
+    print(
+        f"{work}: one rank on one core {one:.0f} tokens/s, {shape} on two cores {several:.0f}:"
+        f" x {several / one:.2f}; stages wait {shares}"
+    )
+    return several / one
 
 
 def pipeline(config: EngineConfig, seconds: float) -> list[dict]:
-    shapes = {"one": Parallelism(), "PP2": Parallelism(1, 2)}
-    found = {name: rates(config, shape, seconds) for name, shape in shapes.items()}
-    figures = []
-    for step in ("prefill", "decode"):
-        one, _ = found["one"][step]
-        two, bubbles = found["PP2"][step]
-        shares = ", ".join(f"{share:.0%}" for share in bubbles)
-        print(
-            f"{step}: one stage on one core {one:.0f} tokens/s, two on two {two:.0f}:"
-            f" x {two / one:.2f}; stages wait {shares}"
+    return [
+        figure(
+            f"pipeline_{work}",
+            compare(config, Parallelism(1, 2), work, seconds),
+            "x one stage",
+            PIPELINE_TARGET,
         )
-        figures.append(figure(f"pipeline_{step}", two / one, "x one stage", PIPELINE_TARGET))
-    return figures
+        for work in WORK
+    ]
 
 
 def figure(name: str, value: float, unit: str, target: float) -> dict:
@@ -207,7 +262,15 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="3 seconds per figure: < 60 s")
     given = parser.parse_args()
     seconds = 3.0 if given.quick else given.seconds
-    config = EngineConfig(model=given.model, dtype=given.dtype, num_threads=1, rank_timeout_s=60)
+    config = EngineConfig(
+        model=given.model,
+        dtype=given.dtype,
+        num_threads=1,
+        rank_timeout_s=60,
+        prefill_budget_tokens=PROMPTS * PROMPT_TOKENS,
+        num_kv_blocks=1600,
+        max_batch_size=ROWS,
+    )
     figures = pipeline(config, seconds)
     figures += asyncio.run(reshard(seconds))
     print(json.dumps(figures))

@@ -6,12 +6,9 @@ are put into ``events``, and whoever drives the engine takes them from there.
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-
-import numpy as np
 
 from daskserve.core.instance import EngineConfig, InstanceLoad, Role
 from daskserve.core.request import (
@@ -21,20 +18,21 @@ from daskserve.core.request import (
     TokenDelta,
     TokenLogprob,
 )
-from daskserve.errors import DaskserveError, EngineStepFailed, InstanceLost, RequestCancelled
+from daskserve.errors import DaskserveError, EngineStepFailed, RequestCancelled
 from daskserve.text.detokenizer import Detokenizer
 from daskserve.text.tokenizer import Tokenizer
 from daskserve.workers.admission import check_fits, usable_handle
+from daskserve.workers.continuous import ContinuousScheduler
 from daskserve.workers.forward import Runner
 from daskserve.workers.holding import BurstBuffer
 from daskserve.workers.kv_pool import KVPool
+from daskserve.workers.open_steps import Computed, OpenSteps
 from daskserve.workers.outcome import completion, prefilled
+from daskserve.workers.prefill import PrefillScheduler
 from daskserve.workers.roles import scheduler_for
-from daskserve.workers.sampler import INVALID, logprobs, sample
+from daskserve.workers.sampler import INVALID
 from daskserve.workers.sequence import Sequence, State
-from daskserve.workers.step import Step, pack
-
-logger = logging.getLogger(__name__)
+from daskserve.workers.step import Step
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,18 +46,13 @@ class Reserved:
 Event = tuple[Sequence, TokenDelta | Completion | Prefilled | Reserved | DaskserveError]
 
 
-@dataclass(frozen=True, slots=True)
-class Computed:
-    """What came of a step: a token per row, log-probabilities by row, or what the model raised."""
-
-    tokens: np.ndarray
-    logprobs: dict[int, TokenLogprob]
-    error: Exception | None = None
-
-
 class Engine:
     """Runs the requests of one instance. One thread only, except ``holding`` and ``load``; while
-    it is in `compute`, another may call `add_early`.
+    it is in `begin` or `finish`, another may call `add_early`.
+
+    A step is decided by `schedule`, begun, finished and concluded. Several may be open, of
+    different requests, where the runner computes in stages; they end in the order in which they
+    began.
 
     Parameters
     ----------
@@ -103,7 +96,8 @@ class Engine:
             kv_layout, config.kv_lease_s, config.kv_pull_timeout_s, pool.home
         )
         self.role = role
-        self.scheduler = scheduler_for(role, pool, config, budget_tokens)
+        self.open_steps = OpenSteps(runner, pool)
+        self.scheduler = self._new_scheduler(role)
         self._sequences: dict[str, Sequence] = {}
         self._num_steps = self._num_finished = self._num_tokens = 0
         runner.bind(pool.pages)
@@ -122,10 +116,10 @@ class Engine:
 
         Weights and pool stay as they are, and held KV goes on being held until it is pulled.
         """
-        if self._sequences or not self.scheduler.is_idle:
+        if self._sequences or len(self.open_steps) or not self.scheduler.is_idle:
             return False
         self.role = role
-        self.scheduler = scheduler_for(role, self.pool, self.config, self.budget_tokens)
+        self.scheduler = self._new_scheduler(role)
         return True
 
     def add(self, sequence: Sequence) -> None:
@@ -208,61 +202,45 @@ class Engine:
         self.publish_load()
 
     def schedule(self) -> Step | None:
-        """Decide what to compute next; None when there is nothing now.
+        """Decide what to compute next; None when there is nothing now, or no step more may open.
 
-        Take the events before executing the step: the pulls that it asks for then run beside it.
+        Take the events before beginning the step: the pulls that it asks for then run beside it.
         """
         for owner in self.holding.expire(self.clock()):
             self.pool.free(owner)
-        step = self.scheduler.next_step()
+        step = None if self.open_steps.is_full else self.scheduler.next_step()
         self._ask_for_pulls()
         self.publish_load()
         return step
 
-    def execute(self, step: Step) -> None:
-        """Compute a step and conclude it."""
-        self.conclude(step, self.compute(step))
+    def begin(self, step: Step) -> None:
+        """Have the model compute what `schedule` gave (InstanceLost)."""
+        self._note_start(step.sequences)
+        self.open_steps.begin(step, hands_over=self.role is Role.PREFILL)
 
-    def compute(self, step: Step) -> Computed:
-        """Run the model and choose the tokens; changes nothing that others look at.
-
-        Raises
-        ------
-        InstanceLost
-            A rank of the instance is gone: no further step can run.
-        """
-        sequences = step.sequences
-        self._note_start(sequences)
-        try:
-            logits = self.runner.forward(pack(step, self.pool))
-            draws = [
-                (row, s.request.params, s.request.seed, len(s.output_ids))
-                for row, s in enumerate(sequences)
-                if not s.request.params.is_greedy
-            ]
-            tokens = sample(logits, draws)
-            asked = [
-                (row, s.request.params.logprobs)
-                for row, s in enumerate(sequences)
-                if s.request.params.logprobs is not None
-            ]
-            return Computed(tokens, logprobs(logits, asked, tokens) if asked else {})
-        except InstanceLost:
-            raise
-        except Exception as error:
-            logger.exception("an engine step of %d requests failed", len(sequences))
-            return Computed(np.empty(0, np.int64), {}, error)
+    def finish(self) -> tuple[Step, Computed]:
+        """Wait for the oldest open step (InstanceLost); conclude it next."""
+        return self.open_steps.finish()
 
     def conclude(self, step: Step, computed: Computed) -> None:
         """Give out the tokens; what the model raised fails the requests of this step only."""
+        if computed.error is None and step.decode is not None:
+            step.decode.advance(computed.tokens[: len(step.decode)])
+        self.scheduler.ended(step)
         if computed.error is not None:
             cause = f"{type(computed.error).__name__}: {computed.error}"
-            for sequence in step.sequences:
-                self._end(sequence, EngineStepFailed(f"the engine step raised {cause}"))
+            for sequence in computed.sequences:
+                if sequence.state is not State.DONE:
+                    self._end(sequence, EngineStepFailed(f"the engine step raised {cause}"))
         else:
             self._advance(step, computed)
         self._num_steps += 1
         self.publish_load()
+
+    def execute(self, step: Step) -> None:
+        """Compute a step from beginning to end, while no other is open."""
+        self.begin(step)
+        self.conclude(*self.finish())
 
     def publish_load(self) -> None:
         """Renew ``load``, which other threads read."""
@@ -284,6 +262,10 @@ class Engine:
         """Seconds on the clock of ``Request.submitted_at``."""
         return self.clock() + self.clock_offset_s
 
+    def _new_scheduler(self, role: Role) -> PrefillScheduler | ContinuousScheduler:
+        num_waves = self.runner.max_open
+        return scheduler_for(role, self.pool, self.config, self.budget_tokens, num_waves)
+
     def _ask_for_pulls(self) -> None:
         if self.role is not Role.DECODE:
             return
@@ -302,39 +284,38 @@ class Engine:
                 sequence.decode_started_at = started_at
 
     def _advance(self, step: Step, computed: Computed) -> None:
-        tokens, values = computed.tokens, computed.logprobs
+        values = computed.logprobs
         now = self.service_now()
-        token_ids = tokens.tolist()
-        num_running = 0
-        if step.decode is not None:
-            running = list(step.decode.sequences)
-            num_running = len(running)
-            self._num_tokens += num_running
-            step.decode.advance(tokens[:num_running])
-            for row, (sequence, token_id) in enumerate(zip(running, token_ids, strict=False)):
-                sequence.num_computed += 1
-                self._accept(sequence, token_id, now, values.get(row))
+        token_ids = computed.tokens.tolist()
+        num_running = len(computed.sequences) - len(step.chunks)
+        self._num_tokens += num_running
+        for row, sequence in enumerate(computed.sequences[:num_running]):
+            if sequence.state is State.DONE:  # aborted while the step was open
+                continue
+            sequence.num_computed += 1
+            self._accept(sequence, token_ids[row], now, values.get(row))
         for row, chunk in enumerate(step.chunks, start=num_running):
             sequence = chunk.sequence
+            if sequence.state is State.DONE:
+                continue
             is_last = chunk.is_last
             sequence.num_computed += chunk.num_tokens
             self._num_tokens += chunk.num_tokens
             if is_last and self._accept(sequence, token_ids[row], now, values.get(row)):
-                self._prompt_computed(sequence)
+                self._prompt_computed(sequence, computed)
 
-    def _prompt_computed(self, sequence: Sequence) -> None:
+    def _prompt_computed(self, sequence: Sequence, computed: Computed) -> None:
         if self.role is not Role.PREFILL:
             self.scheduler.start_decoding(sequence)
             return
         request_id = sequence.request.request_id
-        pages = self.pool.pages_of(sequence.owner)
         handle = self.holding.hold(
             request_id,
             sequence.address,
             sequence.num_computed,
             sequence.owner,
-            pages,
-            self.pool.digests(pages),
+            self.pool.pages_of(sequence.owner),
+            computed.digests[sequence.owner],
             self.clock(),
         )
         self.scheduler.hand_over(sequence)

@@ -92,7 +92,7 @@ class EngineThread:
         return events
 
     def stop(self) -> None:
-        """End the thread after the step under way; blocks until it has ended."""
+        """End the thread after the steps under way; blocks until it has ended."""
         self._inbox.append(None)
         self._has_mail.set()
         if self._thread is not None:
@@ -115,26 +115,34 @@ class EngineThread:
         self._on_death(death)
 
     def _serve(self, engine: Engine) -> None:
-        is_busy = False
-        while True:
+        is_busy = is_stopping = False
+        while not is_stopping or is_busy:
             if not is_busy:
                 self._sleep(engine)
+            step = None
             with self._books:
                 while self._notes:
                     self._guarded(engine, self._notes.popleft())
                 while self._inbox:
                     command = self._inbox.popleft()
                     if command is None:
-                        return
-                    self._guarded(engine, command)
-                step = self._guarded(engine, engine.schedule)
+                        is_stopping = True
+                    else:
+                        self._guarded(engine, command)
+                if not is_stopping:
+                    step = self._guarded(engine, engine.schedule)
                 self._flush(engine)
-            is_busy = step is not None
+            is_busy = step is not None or len(engine.open_steps) > 0
             if step is not None:
-                computed = engine.compute(step)
-                with self._books:
-                    self._guarded(engine, partial(engine.conclude, step, computed))
-                    self._flush(engine)
+                engine.begin(step)
+            if engine.open_steps.is_full or (step is None and is_busy):
+                self._finish(engine)
+
+    def _finish(self, engine: Engine) -> None:
+        step, computed = engine.finish()
+        with self._books:
+            self._guarded(engine, partial(engine.conclude, step, computed))
+            self._flush(engine)
 
     def _sleep(self, engine: Engine) -> None:
         """Until a command comes, or the next expiry."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -9,6 +10,7 @@ import numpy as np
 import torch
 
 from daskserve.core.shards import Shard
+from daskserve.workers.scores import Scores
 
 if TYPE_CHECKING:
     from daskserve.workers.kv_pool import KVPool
@@ -90,11 +92,21 @@ class Runner(Protocol):
     bubble_share: float
     """Of the steps' time so far, how much pipeline stages waited for each other; 0 for one."""
 
+    max_open: int
+    """Most steps that may be begun before the first of them is finished."""
+
     def new_pool(self, num_blocks: int, block_size: int) -> KVPool:
         """A pool of the shard's KV with so many pages of so many tokens."""
 
     def bind(self, pool_pages: torch.Tensor) -> None:
         """Use this pool: the shard's ``[blocks + 1, layers, 2, heads, block_size, head_dim]``."""
+
+    def begin(self, batch: ForwardBatch, asked: Sequence[int]) -> Callable[[], Scores]:
+        """Start a step; what is returned waits for it, and is called once, in the same order.
+
+        ``asked`` are rows whose logits are wanted too. Whatever is begun later finds the new
+        tokens' KV written.
+        """
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         """float32 logits ``[R, vocab]`` of each row's last token; writes the new tokens' KV."""

@@ -44,7 +44,8 @@ class BurstBuffer:
     pull_timeout_s
         How long a pull may take: pages stay pinned that long after each `pin`.
     home
-        What handles say of the ranks of this instance: ``tp``, ``pp``, ``ranks``.
+        What handles say of the ranks of this instance: ``tp``, ``pp``, ``ranks``,
+        ``stage_layers``.
     """
 
     def __init__(

@@ -7,7 +7,7 @@ few contiguous pieces of memory and moves between instances without packing.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import numpy as np
@@ -147,9 +147,15 @@ class KVPool:
         self.num_free += len(pages)
         del self._pages_of[owner]
 
-    def digests(self, page_ids: Sequence[int]) -> np.ndarray:
-        """Of every layer and KV head of the model, uint64 ``[layers, kv_heads]``."""
-        return slice_digests(self, page_ids)
+    def begin_digests(
+        self, owners_pages: Sequence[Sequence[int]]
+    ) -> Callable[[], list[np.ndarray]]:
+        """Digests of each owner's pages, as they are after all steps begun so far.
+
+        Each is uint64 ``[layers, kv_heads]`` of the model. What is returned waits for them and is
+        called once those steps are finished.
+        """
+        return lambda: [slice_digests(self, pages) for pages in owners_pages]
 
     def end_pull(self, owner: Hashable, succeeded: bool) -> None:
         """A pull into the pages of ``owner`` is over; other ranks are told, where there are any."""

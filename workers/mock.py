@@ -8,6 +8,7 @@ the request. A page that is wrong, stale or lost on the way therefore changes th
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -16,6 +17,7 @@ from daskserve.core.instance import EngineConfig
 from daskserve.text.tokenizer import Tokenizer
 from daskserve.workers.forward import ForwardBatch, ModelShape
 from daskserve.workers.kv_pool import KVPool
+from daskserve.workers.scores import Scores
 
 _SLOT_BYTES = 8  # one int64 in the key slot of a token, one in its value slot
 
@@ -33,6 +35,7 @@ class MockRunner:
     """
 
     bubble_share = 0.0
+    max_open = 1
 
     def __init__(self, config: EngineConfig, tokenizer: Tokenizer) -> None:
         self.dtype = getattr(torch, config.dtype)
@@ -61,6 +64,10 @@ class MockRunner:
         raw = pool_pages.view(torch.uint8).numpy()
         blocks, block_size = pool_pages.shape[0], pool_pages.shape[4]
         self._slots = raw.reshape(blocks, -1).view(np.int64).reshape(blocks, 2, block_size)
+
+    def begin(self, batch: ForwardBatch, asked: Sequence[int]) -> Callable[[], Scores]:
+        scores = Scores.of(self.forward(batch))
+        return lambda: scores
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         started_at = time.perf_counter()

@@ -59,6 +59,9 @@ class PrefillScheduler:
         self.num_active += count
         return Step([Chunk(s, s.num_tokens) for s in sequences]) if sequences else None
 
+    def ended(self, step: Step) -> None:
+        """The step is computed; its prompts are handed over or removed one by one."""
+
     def hand_over(self, sequence: Sequence) -> None:
         """The prompt is computed; its pages now belong to the burst buffer."""
         sequence.state = State.DONE

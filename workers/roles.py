@@ -9,9 +9,19 @@ from daskserve.workers.prefill import PrefillScheduler
 
 
 def scheduler_for(
-    role: Role, pool: KVPool, config: EngineConfig, budget_tokens: int
+    role: Role, pool: KVPool, config: EngineConfig, budget_tokens: int, num_waves: int = 1
 ) -> PrefillScheduler | ContinuousScheduler:
-    """A new one, over a pool that may hold KV already; ``budget_tokens`` is L_m."""
+    """A new one, over a pool that may hold KV already.
+
+    Parameters
+    ----------
+    role, pool, config
+        Of the engine.
+    budget_tokens
+        L_m.
+    num_waves
+        Most steps that may be open at once.
+    """
     if role is Role.PREFILL:
         return PrefillScheduler(pool, budget_tokens, config.max_batch_size)
-    return ContinuousScheduler(pool, role, config, budget_tokens)
+    return ContinuousScheduler(pool, role, config, budget_tokens, num_waves)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import torch
 
 from daskserve.errors import ModelError
@@ -12,6 +14,7 @@ from daskserve.workers.kernels.cpu import ask_for_huge_pages
 from daskserve.workers.kernels.vector import LANES
 from daskserve.workers.kv_pool import KVPool
 from daskserve.workers.layer_attention import LayerAttention
+from daskserve.workers.scores import Scores
 
 __all__ = ["ForwardBatch", "ModelRunner", "ModelShape", "Runner"]
 
@@ -32,6 +35,7 @@ class ModelRunner:
     """
 
     bubble_share = 0.0
+    max_open = 1
 
     def __init__(
         self,
@@ -63,6 +67,10 @@ class ModelRunner:
             )
         ask_for_huge_pages(pool_pages.data_ptr(), pool_pages.nbytes)
         self.pages = pool_pages
+
+    def begin(self, batch: ForwardBatch, asked: Sequence[int]) -> Callable[[], Scores]:
+        scores = Scores.of(self.forward(batch))
+        return lambda: scores
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch) -> torch.Tensor:

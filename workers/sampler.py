@@ -10,10 +10,10 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
-import torch
 
 from daskserve.core.params import SamplingParams
 from daskserve.core.request import TokenLogprob
+from daskserve.workers.scores import Scores
 
 INVALID = -1
 """Chosen for a row whose logits are not finite: its request fails, its neighbours go on."""
@@ -36,32 +36,27 @@ def _mixed(x: int) -> int:
     return x ^ (x >> 31)
 
 
-def sample(
-    logits: torch.Tensor, draws: Sequence[tuple[int, SamplingParams, int, int]]
-) -> np.ndarray:
+def sample(scores: Scores, draws: Sequence[tuple[int, SamplingParams, int, int]]) -> np.ndarray:
     """One token id per row, int64 [R].
 
     Parameters
     ----------
-    logits
-        float32 [R, vocab].
+    scores
+        With the logits of the rows that are not greedy.
     draws
         Rows that are not greedy: (row, params, seed, index of the output token).
     """
-    rows = logits.numpy()
-    # numpy's argmax is vectorised; torch's on CPU is several times slower.
-    tokens = rows.argmax(axis=1)
-    best = rows[np.arange(len(rows)), tokens]
-    invalid = ~np.isfinite(best)
+    tokens = scores.likeliest.copy()
+    invalid = ~np.isfinite(scores.best)
     for row, params, seed, index in draws:
         if not invalid[row]:
-            tokens[row] = _draw(rows[row], params, uniform(seed, index))
+            tokens[row] = _draw(scores.logits[row], params, uniform(seed, index))
     tokens[invalid] = INVALID
     return tokens
 
 
 def logprobs(
-    logits: torch.Tensor, asked: Sequence[tuple[int, int]], tokens: np.ndarray
+    scores: Scores, asked: Sequence[tuple[int, int]], tokens: np.ndarray
 ) -> dict[int, TokenLogprob]:
     """Log-probabilities of the tokens that were chosen, by row.
 
@@ -69,16 +64,15 @@ def logprobs(
 
     Parameters
     ----------
-    logits
-        float32 [R, vocab].
+    scores
+        With the logits of the rows that are asked for.
     asked
         (row, number of the likeliest tokens to name); other rows cost nothing.
     tokens
         int64 [R], what `sample` chose; rows without a valid token are left out.
     """
-    rows = logits.numpy()
     return {
-        row: _logprob(rows[row], int(tokens[row]), num_top)
+        row: _logprob(scores.logits[row], int(tokens[row]), num_top)
         for row, num_top in asked
         if tokens[row] != INVALID
     }

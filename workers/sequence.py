@@ -5,13 +5,16 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from daskserve.core.kv import KVHandle
 from daskserve.core.request import Request, TokenLogprob
 from daskserve.text.detokenizer import Detokenizer
+
+if TYPE_CHECKING:
+    from daskserve.workers.wave import Wave
 
 _owners = itertools.count(1)
 
@@ -63,6 +66,8 @@ class Sequence:
     state: State = State.WAITING
     owner: int = 0
     """Who the pages belong to; a new number for every reservation."""
+    wave: Wave | None = None
+    """Where an engine that decodes computes it, while it has pages."""
     admission: int = 0
     num_computed: int = 0
     """Tokens whose KV is in the pages."""

@@ -11,6 +11,7 @@ from daskserve.workers.decode_batch import DecodeBatch
 from daskserve.workers.forward import ForwardBatch
 from daskserve.workers.kv_pool import KVPool
 from daskserve.workers.sequence import Sequence
+from daskserve.workers.wave import Wave
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,10 +28,14 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Rows of one step: the decode batch, if any, then the chunks."""
+    """Rows of one step: the decode batch, if any, then the chunks.
+
+    ``wave`` is whose rows they are, in an engine that decodes.
+    """
 
     chunks: Seq[Chunk]
     decode: DecodeBatch | None = None
+    wave: Wave | None = None
 
     @property
     def sequences(self) -> list[Sequence]:

@@ -33,6 +33,8 @@ class KVHandle:
     ranks
         Dask addresses of its ranks, each of which holds some layers and heads; empty if there is
         but one.
+    stage_layers
+        Layers of each of its stages; empty: as equal as can be.
     """
 
     request_id: str
@@ -44,3 +46,4 @@ class KVHandle:
     tp: int = field(default=1, compare=False)
     pp: int = field(default=1, compare=False)
     ranks: tuple[str, ...] = field(default=(), compare=False)
+    stage_layers: tuple[int, ...] = field(default=(), compare=False)

@@ -73,6 +73,11 @@ class SamplingParams:
     def is_greedy(self) -> bool:
         return self.temperature == 0.0 or self.top_k == 1
 
+    @property
+    def needs_logits(self) -> bool:
+        """Whether more than the likeliest token is needed to choose one, or to report on it."""
+        return not self.is_greedy or self.logprobs is not None
+
 
 def _check_int(field: str, value: object, low: int, high: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int):

@@ -62,17 +62,21 @@ class ShardMap:
         Shape of the instance.
     num_layers, num_heads, num_kv_heads
         Of the whole model.
+    stage_layers
+        Layers of each stage; empty: as equal as can be.
 
     Raises
     ------
     InvalidParameter
-        TP does not divide the heads, or there are more stages than layers.
+        TP does not divide the heads, there are more stages than layers, or the layers of the
+        stages are not those of the model.
     """
 
     parallelism: Parallelism
     num_layers: int
     num_heads: int
     num_kv_heads: int
+    stage_layers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         tp, pp = self.parallelism.tp, self.parallelism.pp
@@ -83,6 +87,12 @@ class ShardMap:
         if pp > self.num_layers:
             limit = f"must be at most the model's {self.num_layers} layers"
             raise InvalidParameter("pp", pp, limit)
+        if not self.stage_layers:
+            object.__setattr__(self, "stage_layers", balanced_layers(self.num_layers, pp))
+        sizes = self.stage_layers
+        if len(sizes) != pp or sum(sizes) != self.num_layers or min(sizes) < 1:
+            limit = f"must be {pp} numbers from 1 on with a sum of {self.num_layers}"
+            raise InvalidParameter("stage_layers", sizes, limit)
 
     @property
     def num_ranks(self) -> int:
@@ -95,18 +105,36 @@ class ShardMap:
         return rank % self.parallelism.tp
 
     def of_rank(self, rank: int) -> Shard:
-        """The layers and KV heads of a rank; none has more than rank 0."""
+        """The layers and KV heads of a rank."""
         if not 0 <= rank < self.num_ranks:
             raise InvalidParameter("rank", rank, f"must be 0..{self.num_ranks - 1}")
-        pp, stage = self.parallelism.pp, self.stage_of(rank)
-        first, end = (-(-self.num_layers * edge // pp) for edge in (stage, stage + 1))
-        num_heads = self.num_kv_heads // self.parallelism.tp
-        return Shard(first, end - first, self.tp_rank_of(rank) * num_heads, num_heads)
+        stage, num_heads = self.stage_of(rank), self.num_kv_heads // self.parallelism.tp
+        first, count = sum(self.stage_layers[:stage]), self.stage_layers[stage]
+        return Shard(first, count, self.tp_rank_of(rank) * num_heads, num_heads)
 
     def pieces_for(self, shard: Shard) -> tuple[Piece, ...]:
         """What each rank here has of ``shard``, every part of it once: one piece a rank."""
         held = ((rank, self.of_rank(rank).common(shard)) for rank in range(self.num_ranks))
         return tuple(Piece(rank, common) for rank, common in held if common is not None)
+
+
+def balanced_layers(num_layers: int, num_stages: int, last_extra: float = 0.0) -> tuple[int, ...]:
+    """Layers of each stage, so that the longest is as short as can be; the first has the most.
+
+    ``last_extra`` is what the last stage does besides, as many layers would take as long.
+    """
+    if num_stages == 1:
+        return (num_layers,)
+    others = num_stages - 1
+
+    def longest(last: int) -> float:
+        return max(-(-(num_layers - last) // others), last + last_extra)
+
+    last = 1
+    while (last + 1) * num_stages <= num_layers and longest(last + 1) <= longest(last):
+        last += 1
+    edges = [-(-(num_layers - last) * edge // others) for edge in range(num_stages)]
+    return (*(end - first for first, end in zip(edges, edges[1:], strict=False)), last)
 
 
 def _common(first: range, second: range) -> range:

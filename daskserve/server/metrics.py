@@ -148,12 +148,17 @@ class InstanceGauges:
         self._usage = gauge("kv_cache_usage_perc", "Used share of KV pages, 0..1.", *of_instance)
         self._batch = gauge("instance_requests_running", "Requests in steps.", *of_instance)
         self._queue = gauge("instance_requests_waiting", "Requests queued there.", *of_instance)
+        self._bubbles = gauge(
+            "pipeline_bubble_ratio",
+            "Share of its steps' time in which pipeline stages waited, 0..1.",
+            *of_instance,
+        )
 
     def set(self, status: dict[str, Any] | None, load: dict[str, InstanceLoad]) -> None:
         # What is gone must not be shown as it once was.
         for gauge in (
             self._ready, self._waiting, self._running, self._held,
-            self._usage, self._batch, self._queue,
+            self._usage, self._batch, self._queue, self._bubbles,
         ):  # fmt: skip
             gauge.clear()
         if status is None:
@@ -170,3 +175,4 @@ class InstanceGauges:
             self._usage.labels(*labels).set(counters.used_kv_blocks / max(num_blocks, 1))
             self._batch.labels(*labels).set(counters.num_running)
             self._queue.labels(*labels).set(counters.num_waiting)
+            self._bubbles.labels(*labels).set(counters.bubble_share)

@@ -10,7 +10,7 @@ from distributed import Worker
 from distributed.comm import get_address_host
 
 from daskserve.config import RankSettings, ServiceSettings
-from daskserve.core.instance import EngineConfig
+from daskserve.core.instance import EngineConfig, Role
 from daskserve.core.placement import Parallelism
 from daskserve.errors import InstanceLost
 from daskserve.service.names import OPEN_GROUP
@@ -39,6 +39,8 @@ class HeadRank:
         Which instance, and its shape.
     settings
         How long to wait for the other ranks.
+    role
+        What the instance does.
     on_lost
         Called on any thread when a rank is lost.
     """
@@ -48,11 +50,13 @@ class HeadRank:
         worker: Worker,
         place: RankSettings,
         settings: ServiceSettings,
+        role: Role,
         on_lost: Callable[[InstanceLost], None],
     ) -> None:
         self._worker = worker
         self._place = place
         self._settings = settings
+        self._role = role
         self._on_lost = on_lost
         self._parallelism = shape_of(place)
         self._host = get_address_host(worker.address)
@@ -88,6 +92,7 @@ class HeadRank:
                 host=self._host,
                 address=self._worker.contact_address or self._worker.address,
                 load_timeout_s=self._settings.start_timeout_s,
+                role=self._role,
             )
             self._runner = ParallelRunner(stage, stage.group.shared(ADDRESS), self._on_lost)
             return self._runner, Tokenizer.load(resolve(config.model))

@@ -103,7 +103,7 @@ class InstancePlugin(WorkerPlugin):
         if self._role is None:
             return
         if shape_of(place).num_gpus > 1:
-            self._head = HeadRank(worker, place, self._settings, self._lose_from_thread)
+            self._head = HeadRank(worker, place, self._settings, self._role, self._lose_from_thread)
         self._tokens = TokenSenders(worker.security)
         self._online = OnlineServer(self, self._settings.link_silence_s)
         self._is_over = False

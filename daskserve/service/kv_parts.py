@@ -83,7 +83,8 @@ async def pull_parts(
     if not 0 < num_pages <= pool.num_blocks:
         raise KVUnavailable(f"{num_pages} pages are asked for, this rank has {pool.num_blocks}")
     heads = shape.num_kv_heads
-    held = ShardMap(Parallelism(handle.tp, handle.pp), shape.num_layers, heads, heads)
+    shape_there, layers = Parallelism(handle.tp, handle.pp), tuple(handle.stage_layers)
+    held = ShardMap(shape_there, shape.num_layers, heads, heads, layers)
 
     async def fetch(rank: int, shard: Shard) -> tuple[Shard, memoryview, int]:
         address = handle.ranks[rank] if handle.ranks else handle.instance_address
@@ -165,7 +166,8 @@ async def ask_to_pull(
 
 def shown_handle(shown: dict[str, Any]) -> KVHandle:
     """The handle in a request of `ask_to_pull`."""
-    return KVHandle(**{**shown, "ranks": tuple(shown["ranks"])})
+    tuples = {name: tuple(shown[name]) for name in ("ranks", "stage_layers")}
+    return KVHandle(**{**shown, **tuples})
 
 
 async def ask_to_pin(

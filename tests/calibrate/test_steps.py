@@ -49,12 +49,12 @@ def test_a_real_model_takes_longer_for_more_tokens(tiny):
 
 def test_a_model_that_fails_is_named(tiny):
     class Broken:
-        bubble_share = 0.0
+        bubble_share, max_open = 0.0, 1
 
         def __init__(self, runner):
             self.shape, self.dtype, self.bind = runner.shape, runner.dtype, runner.bind
 
-        def forward(self, batch):
+        def begin(self, batch, asked):
             raise RuntimeError("out of order")
 
     def load(config):

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from daskserve.core.placement import Parallelism
-from daskserve.core.shards import Shard, ShardMap
+from daskserve.core.shards import Shard, ShardMap, balanced_layers
 from daskserve.errors import InvalidParameter
 
 degrees = st.sampled_from([1, 2, 3, 4, 6])
@@ -21,7 +21,17 @@ def maps(draw, count: int = 1) -> list[ShardMap]:
     num_kv_heads = 12 * draw(st.integers(1, 2))
     num_heads = num_kv_heads * draw(st.integers(1, 4))
     shapes = [Parallelism(draw(degrees), draw(degrees)) for _ in range(count)]
-    return [ShardMap(shape, num_layers, num_heads, num_kv_heads) for shape in shapes]
+    extra = draw(st.sampled_from([0.0, 0.5, 3.3, 30.0]))
+    return [
+        ShardMap(
+            shape,
+            num_layers,
+            num_heads,
+            num_kv_heads,
+            balanced_layers(num_layers, shape.pp, extra),
+        )
+        for shape in shapes
+    ]
 
 
 @given(maps())
@@ -31,16 +41,28 @@ def test_every_layer_and_head_belongs_to_one_rank(given_maps):
     assert len(held) == len(set(held)) == shards.num_layers * shards.num_kv_heads
 
 
+@given(st.integers(6, 60), st.integers(1, 6), st.floats(0, 40))
+def test_no_other_way_to_share_the_layers_out_makes_the_longest_stage_shorter(
+    num_layers, num_stages, extra
+):
+    sizes = balanced_layers(num_layers, num_stages, extra)
+    assert len(sizes) == num_stages and sum(sizes) == num_layers
+    assert max(sizes) == sizes[0] and min(sizes) >= 1
+    if num_stages > 1:
+        longest = max(sizes[0], sizes[-1] + extra)
+        for last in range(1, num_layers - num_stages + 2):
+            others = -(-(num_layers - last) // (num_stages - 1))
+            assert longest <= max(others, last + extra)
+    if extra == 0:
+        assert max(sizes) - min(sizes) <= 1
+
+
 @given(maps())
-def test_stages_are_balanced_and_in_order(given_maps):
+def test_stages_are_in_order(given_maps):
     [shards] = given_maps
-    stages = [
-        shards.of_rank(stage * shards.parallelism.tp)
-        for stage in range(shards.stage_of(shards.num_ranks - 1) + 1)
-    ]
-    sizes = [stage.num_layers for stage in stages]
-    assert max(sizes) - min(sizes) <= 1
-    assert [layer for stage in stages for layer in stage.layers] == [*range(shards.num_layers)]
+    heads = [stage * shards.parallelism.tp for stage in range(shards.parallelism.pp)]
+    layers = [layer for rank in heads for layer in shards.of_rank(rank).layers]
+    assert layers == [*range(shards.num_layers)]
 
 
 @given(maps(count=2), st.data())
@@ -76,6 +98,12 @@ def test_what_cannot_be_shared_out_is_refused_with_its_numbers(shape, sizes, mes
     with pytest.raises(InvalidParameter) as caught:
         ShardMap(shape, *sizes)
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("sizes", [(3, 3), (4,), (4, 0), (2, 1, 1)])
+def test_layers_that_are_not_those_of_the_model_are_refused(sizes):
+    with pytest.raises(InvalidParameter, match="must be 2 numbers from 1 on with a sum of 4"):
+        ShardMap(Parallelism(1, 2), 4, 8, 4, sizes)
 
 
 def test_a_rank_that_does_not_exist_is_refused():

@@ -37,8 +37,8 @@ LIMITS = Limits(1, 1, 2)
 HELD, TARGET = [5, 2, 3], [1, 4, 6]
 
 
-def map_of(tp: int, pp: int) -> ShardMap:
-    return ShardMap(Parallelism(tp, pp), 4, 4, 4)
+def map_of(tp: int, pp: int, *stage_layers: int) -> ShardMap:
+    return ShardMap(Parallelism(tp, pp), 4, 4, 4, stage_layers)
 
 
 def pool_of(shards: ShardMap, rank: int, fill: bool) -> KVPool:
@@ -69,8 +69,8 @@ class Holder:
 
 
 @asynccontextmanager
-async def holder(tp: int, pp: int) -> AsyncIterator[tuple[Holder, ConnectionPool]]:
-    held = Holder(map_of(tp, pp))
+async def holder(*shape: int) -> AsyncIterator[tuple[Holder, ConnectionPool]]:
+    held = Holder(map_of(*shape))
     connections = await ConnectionPool()
     for rank in range(held.shards.num_ranks):
         pool = pool_of(held.shards, rank, fill=True)
@@ -91,7 +91,9 @@ async def holder(tp: int, pp: int) -> AsyncIterator[tuple[Holder, ConnectionPool
     pins = PinServer(held.servers[0].address, held)
     held.servers[0].handlers |= {PIN_KV: pins.pin, RELEASE_KV: pins.release}
     ranks = tuple(server.address for server in held.servers)
-    held.buffer = BurstBuffer("layout", 60, 30, {"tp": tp, "pp": pp, "ranks": ranks})
+    layers = held.shards.stage_layers
+    home = {"tp": shape[0], "pp": shape[1], "ranks": ranks, "stage_layers": layers}
+    held.buffer = BurstBuffer("layout", 60, 30, home)
     digests = slice_digests(pool_of(map_of(1, 1), 0, fill=True), HELD)
     held.handle = held.buffer.hold("7", ranks[0], 10, 1, HELD, digests, 0.0)
     try:
@@ -102,8 +104,11 @@ async def holder(tp: int, pp: int) -> AsyncIterator[tuple[Holder, ConnectionPool
             await server.close()
 
 
-@pytest.mark.parametrize("target", [(1, 1), (2, 2), (4, 1), (1, 3)], ids=lambda s: f"to{s}")
-@pytest.mark.parametrize("source", [(1, 1), (2, 2), (4, 1), (1, 3)], ids=lambda s: f"from{s}")
+UNEVEN = (1, 2, 3, 1)
+
+
+@pytest.mark.parametrize("target", [(1, 1), (2, 2), UNEVEN, (1, 3)], ids=lambda s: f"to{s}")
+@pytest.mark.parametrize("source", [(1, 1), UNEVEN, (4, 1), (1, 3)], ids=lambda s: f"from{s}")
 async def test_every_rank_gets_its_layers_and_heads_in_one_piece_per_holder(source, target):
     async with holder(*source) as (held, connections):
         total, num_pieces = 0, 0

@@ -202,7 +202,8 @@ class Rig:
         prefill, decode = self.by_role[Role.PREFILL], self.by_role[Role.DECODE]
         decode_step = decode.schedule()
         moved = self._route() or decode_step is not None
-        computed = decode.compute(decode_step) if decode_step is not None else None
+        if decode_step is not None:
+            decode.begin(decode_step)
         prefill_step = prefill.schedule()
         self._is_early = True
         moved |= self._route()
@@ -210,8 +211,9 @@ class Rig:
             prefill.execute(prefill_step)
             moved |= self._route() or True
         self._is_early = False
-        if computed is not None:
-            decode.conclude(decode_step, computed)
+        if decode.open_steps.is_full or (decode_step is None and len(decode.open_steps)):
+            decode.conclude(*decode.finish())
+            moved = True
         for index in reversed(range(len(self.open_pulls))):
             self._judge_pull(index)
         return self._route() or moved
@@ -223,9 +225,11 @@ class Rig:
         moved = False
         for engine in self.by_role.values():
             step = engine.schedule()
-            moved |= self._route()
+            moved |= self._route() or step is not None
             if step is not None:
-                engine.execute(step)
+                engine.begin(step)
+            if engine.open_steps.is_full or (step is None and len(engine.open_steps)):
+                engine.conclude(*engine.finish())
                 moved = True
         return self._route() or moved
 
@@ -316,17 +320,24 @@ def rig_type() -> type[Rig]:
 
 @pytest.fixture(scope="session")
 def make_engine() -> Callable[..., Engine]:
-    """``make_engine(role, model="mock", **config)``; models are loaded once per test run."""
+    """``make_engine(role, model="mock", **config)``; models are loaded once per test run.
+
+    ``max_open`` has the mock keep so many steps open, as a pipeline does.
+    """
 
     @functools.cache
     def parts(model: str, dtype: str, num_threads: int) -> tuple[Runner, Tokenizer]:
         return load_model(EngineConfig(model=model, dtype=dtype, num_threads=num_threads))
 
-    def make(role: Role, model: str = "mock", dtype: str = "float32", **settings) -> Engine:
+    def make(
+        role: Role, model: str = "mock", dtype: str = "float32", max_open: int = 1, **settings
+    ) -> Engine:
         config = EngineConfig(model=model, dtype=dtype, mock_prefill_s=0, mock_decode_s=0)
         config = replace(config, **({"num_kv_blocks": 256, "num_threads": 1} | settings))
         if model == "mock":
-            return build_engine(role, config)
+            runner, tokenizer = load_model(config)
+            runner.max_open = max_open
+            return build_engine(role, config, lambda _: (runner, tokenizer))
         runner, tokenizer = parts(model, dtype, config.num_threads)
         return build_engine(role, config, lambda _: (copy.copy(runner), tokenizer))
 

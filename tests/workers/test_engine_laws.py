@@ -78,11 +78,14 @@ def check_end(rig, submitted, solo) -> None:
         assert engine.num_sequences == 0 and engine.pool.num_free == POOL
 
 
-@given(operations, st.sampled_from([None, 1, 5, 8]), st.integers(1, 4))
-@settings(max_examples=60)
-def test_colocated(rig_type, make_engine, make_request, solo, script, chunk, max_batch) -> None:
+@given(operations, st.sampled_from([None, 1, 5, 8]), st.integers(1, 4), st.integers(1, 3))
+@settings(max_examples=100)
+def test_colocated(
+    rig_type, make_engine, make_request, solo, script, chunk, max_batch, max_open
+) -> None:
     engine = make_engine(
         Role.COLOCATED,
+        max_open=max_open,
         num_kv_blocks=POOL,
         block_size=BLOCK,
         chunk_tokens=chunk,
@@ -95,12 +98,13 @@ def test_colocated(rig_type, make_engine, make_request, solo, script, chunk, max
     check_end(rig, submitted, solo)
 
 
-@given(operations, st.integers(1, 4), st.booleans())
-@settings(max_examples=120)
+@given(operations, st.integers(1, 4), st.booleans(), st.integers(1, 3))
+@settings(max_examples=160)
 def test_disaggregated(
-    rig_type, make_engine, make_request, solo, script, max_batch, is_overlapped
+    rig_type, make_engine, make_request, solo, script, max_batch, is_overlapped, max_open
 ) -> None:
     shared = dict(num_kv_blocks=POOL, block_size=BLOCK, kv_lease_s=7.0, kv_pull_timeout_s=7.0)
+    shared["max_open"] = max_open
     prefill = make_engine(Role.PREFILL, prefill_budget_tokens=16, **shared)
     decode = make_engine(Role.DECODE, max_batch_size=max_batch, **shared)
     rig = rig_type(prefill, decode, pulls_ok=lambda request_id: None)

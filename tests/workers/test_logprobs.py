@@ -16,6 +16,7 @@ from daskserve.core.params import SamplingParams
 from daskserve.errors import InvalidParameter
 from daskserve.models.catalog import resolve
 from daskserve.workers.sampler import INVALID, logprobs, sample
+from daskserve.workers.scores import Scores
 
 MODEL = "tiny-random-llama"
 MODES = {
@@ -77,8 +78,9 @@ def test_they_equal_those_of_transformers(mode, rig_type, make_engine, make_requ
 def test_they_are_a_distribution_whatever_the_temperature(row, num_top, temperature) -> None:
     logits = torch.tensor([row, row])
     draws = [(0, SamplingParams(temperature=temperature), 5, 0)] if temperature else []
-    tokens = sample(logits, draws)
-    entry = logprobs(logits, [(0, num_top)], tokens)[0]
+    scores = Scores.of(logits)
+    tokens = sample(scores, draws)
+    entry = logprobs(scores, [(0, num_top)], tokens)[0]
     exact = torch.tensor(row, dtype=torch.float64).log_softmax(-1).numpy()
     assert entry.logprob == pytest.approx(exact[tokens[0]], abs=1e-4)
     assert len(entry.top) == min(num_top, len(row))
@@ -91,8 +93,8 @@ def test_they_are_a_distribution_whatever_the_temperature(row, num_top, temperat
 def test_a_row_without_a_token_has_none() -> None:
     logits = torch.full((2, 4), float("nan"))
     logits[1] = 0.0
-    tokens = np.array([INVALID, 2])
-    assert set(logprobs(logits, [(0, 1), (1, 1)], tokens)) == {1}
+    scores, tokens = Scores.of(logits), np.array([INVALID, 2])
+    assert set(logprobs(scores, [(0, 1), (1, 1)], tokens)) == {1}
 
 
 @pytest.mark.parametrize("value", [-1, 21, 1.0, True, "5"])

@@ -10,16 +10,17 @@ from hypothesis import strategies as st
 
 from daskserve.core.params import SamplingParams
 from daskserve.workers.sampler import INVALID, sample, uniform
+from daskserve.workers.scores import Scores
 
 
 def draws(row: list[float], params: SamplingParams, count: int, seed: int = 1) -> np.ndarray:
     logits = torch.tensor([row] * count)
-    return sample(logits, [(i, params, seed, i) for i in range(count)])
+    return sample(Scores.of(logits), [(i, params, seed, i) for i in range(count)])
 
 
 def test_greedy_rows_take_the_largest_logit() -> None:
     logits = torch.randn(5, 1000, generator=torch.Generator().manual_seed(0))
-    assert sample(logits, []).tolist() == logits.argmax(-1).tolist()
+    assert sample(Scores.of(logits), []).tolist() == logits.argmax(-1).tolist()
 
 
 def test_draws_follow_the_softmax() -> None:
@@ -66,8 +67,8 @@ def test_cold_draws_are_greedy(temperature: float) -> None:
 def test_a_draw_depends_on_seed_and_index_only() -> None:
     params = SamplingParams(temperature=1.0)
     logits = torch.randn(6, 300, generator=torch.Generator().manual_seed(1))
-    alone = [sample(logits[i : i + 1], [(0, params, 7, i)])[0] for i in range(6)]
-    batched = sample(logits, [(i, params, 7, i) for i in range(6)])
+    alone = [sample(Scores.of(logits[i : i + 1]), [(0, params, 7, i)])[0] for i in range(6)]
+    batched = sample(Scores.of(logits), [(i, params, 7, i) for i in range(6)])
     assert alone == batched.tolist()
 
 
@@ -81,4 +82,4 @@ def test_uniform_numbers_differ_by_seed_and_index() -> None:
 def test_rows_without_finite_logits_are_marked_not_drawn() -> None:
     logits = torch.tensor([[1.0, 2.0], [float("nan"), 1.0], [-float("inf")] * 2])
     params = SamplingParams(temperature=1.0)
-    assert sample(logits, [(1, params, 0, 0)]).tolist() == [1, INVALID, INVALID]
+    assert sample(Scores.of(logits), [(1, params, 0, 0)]).tolist() == [1, INVALID, INVALID]

@@ -39,12 +39,15 @@ class Family:
         in their place.
     inner_size
         Attribute of the configuration: features between the two halves of a layer.
+    num_inner
+        Matrices between the hidden and those features.
     """
 
     base: str
     first_only: Mapping[str, Callable[[], torch.nn.Module | None]]
     last_only: Mapping[str, Callable[[], torch.nn.Module | None]]
     inner_size: str = "intermediate_size"
+    num_inner: int = 3
 
 
 def _nothing() -> None:
@@ -61,6 +64,7 @@ _OPT = Family(
     first_only={"embed_tokens": _nothing, "project_in": _nothing, "embed_positions": NoPositions},
     last_only={"final_layer_norm": _nothing, "project_out": _nothing},
     inner_size="ffn_dim",
+    num_inner=2,
 )
 FAMILIES = {"llama": _LLAMA, "mistral": _LLAMA, "qwen2": _LLAMA, "qwen3": _LLAMA, "opt": _OPT}
 

@@ -6,13 +6,23 @@ import numpy as np
 import torch
 
 from daskserve.core.shards import Shard
-from daskserve.workers.forward import ForwardBatch
 from daskserve.workers.kv_digest import slice_digests
 from daskserve.workers.kv_pieces import piece_bytes, write_piece
 from daskserve.workers.kv_pool import KVPool
+from daskserve.workers.parallel.answers import Answer
 from daskserve.workers.parallel.group import HEAD
 from daskserve.workers.parallel.stage import Stage
-from daskserve.workers.parallel.wire import ANSWERS, Order, OrderLine, unpack_batch
+from daskserve.workers.parallel.wire import (
+    BUSY,
+    DIGESTS,
+    LOGITS,
+    SCORES,
+    Order,
+    OrderLine,
+    StepOrder,
+    unpack_lists,
+    unpack_step,
+)
 
 Pieces = list[tuple[Shard, memoryview]]
 """Layers and heads that were pulled, and their bytes."""
@@ -56,14 +66,14 @@ class Follower:
 
     def _obey(self, order: Order, numbers: np.ndarray) -> bool:
         if order is Order.STEP:
-            self._step(unpack_batch(numbers))
+            self._step(unpack_step(numbers))
         elif order is Order.BIND:
             self._bind(*numbers.tolist())
         elif order is Order.BEAT:
-            self.stage.group.gather(self.stage.busy())
+            self.stage.group.post(self.stage.busy(), HEAD, BUSY)
         elif order is Order.DIGEST:
-            digests = slice_digests(self.pool, numbers)
-            self.stage.group.send(torch.from_numpy(digests.view(np.int64)), HEAD, ANSWERS)()
+            digests = np.stack([slice_digests(self.pool, pages) for pages in unpack_lists(numbers)])
+            self.stage.group.post(torch.from_numpy(digests.view(np.int64)), HEAD, DIGESTS)
         elif order is Order.PLACE:
             self._place(int(numbers[0]), numbers[1:])
         elif order is Order.DROP:
@@ -80,11 +90,12 @@ class Follower:
             num_pages = data.nbytes // piece_bytes(self.pool, 1, shard)
             write_piece(self.pool, page_ids[:num_pages], shard, data)
 
-    def _step(self, batch: ForwardBatch) -> None:
-        group = self.stage.group
-        answers = self.stage.run(batch)
+    def _step(self, step: StepOrder) -> None:
+        stage, group = self.stage, self.stage.group
+        outputs = stage.run(step.batch, step.num_parts)
         if group.is_last:
-            logits = torch.empty(batch.num_rows, answers[0][1].shape[1])
-            for part, answer in answers:
-                logits[torch.from_numpy(part.rows)] = answer
-            group.send(logits, HEAD, ANSWERS)()
+            vocabulary = stage.vocabulary_of(group.rank)
+            answer = Answer.of(outputs, step.batch.num_rows, step.asked, vocabulary, stage.dtype)
+            group.post(answer.best, HEAD, SCORES)
+            if step.asked:
+                group.post(answer.logits, HEAD, LOGITS)

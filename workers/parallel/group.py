@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import socket
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ _POLL_S = 0.01
 _LAST_WORDS_S = 2.0  # for the living to say that they are, once the group is broken
 _MAX_WORDS = 500
 _NOTICED = "connection lost"
+_POSTED_PER_STAGE = 8  # of one step: hidden states of its parts, and what it is answered by
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +125,8 @@ class RankGroup:
         self.has_failed_rank = False
         """Whether the group is over because a rank raised something, not because it is gone."""
         self._is_over = False
+        self._posted: deque[Callable[[], torch.Tensor]] = deque()
+        self._most_posted = parallelism.pp * _POSTED_PER_STAGE * parallelism.pp
         self._all = self._peers = None
         self.meet("here", assembly_s)
         tp, limit = parallelism.tp, timedelta(seconds=timeout_s)
@@ -155,13 +159,6 @@ class RankGroup:
         """The rank with our tensor-parallel rank so many stages on."""
         return self.rank + num_stages * self.parallelism.tp
 
-    def broadcast(self, tensor: torch.Tensor) -> None:
-        """From the head to all ranks, in place."""
-        options = dist.BroadcastOptions()
-        options.rootRank = HEAD
-        with self.watched():
-            self._all.broadcast([tensor], options).wait()
-
     def reduce_stage(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum over the ranks of this stage, in place."""
         if self.parallelism.tp > 1:
@@ -169,15 +166,11 @@ class RankGroup:
                 self._peers.allreduce([tensor]).wait()
         return tensor
 
-    def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """The tensors of all ranks, on the head; nothing elsewhere."""
-        options = dist.GatherOptions()
-        options.rootRank = HEAD
-        gathered = [torch.empty_like(tensor) for _ in range(self.num_ranks)]
-        outputs = [gathered] if self.rank == HEAD else []
-        with self.watched():
-            self._all.gather(outputs, [tensor], options).wait()
-        return gathered if outputs else []
+    def post(self, tensor: torch.Tensor, rank: int, tag: int) -> None:
+        """Send a tensor that stays as it is, and go on; waits only for one posted long ago."""
+        self._posted.append(self.send(tensor, rank, tag))
+        if len(self._posted) > self._most_posted:
+            self._posted.popleft()()
 
     def send(self, tensor: torch.Tensor, rank: int, tag: int) -> Callable[[], torch.Tensor]:
         """Start sending; the tensor must stay as it is until what is returned has been called."""
@@ -233,6 +226,7 @@ class RankGroup:
         for group in (self._peers, self._all):
             if group is not None:
                 group.abort()
+        self._posted.clear()
         self._all = self._peers = None  # the sockets close with the last reference
 
     def _start(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -23,9 +23,12 @@ class Ranks(Protocol):
     shard: Shard
     parallelism: Parallelism
     addresses: tuple[str, ...]
+    stage_layers: tuple[int, ...]
 
-    def digests(self, pool: KVPool, page_ids: Sequence[int]) -> np.ndarray:
-        """Of every layer and KV head of the model."""
+    def begin_digests(
+        self, pool: KVPool, owners_pages: Sequence[Sequence[int]]
+    ) -> Callable[[], list[np.ndarray]]:
+        """As for `KVPool`, of the pages on all ranks."""
 
     def settle(self, order: Order, owner: int, page_ids: Sequence[int] = ()) -> None:
         """Have the followers put what they pulled for ``owner`` into pages, or drop it."""
@@ -48,11 +51,18 @@ class HeadPool(KVPool):
 
     @property
     def home(self) -> dict[str, Any]:
-        shape = self._ranks.parallelism
-        return {"tp": shape.tp, "pp": shape.pp, "ranks": self._ranks.addresses}
+        shape, stage_layers = self._ranks.parallelism, self._ranks.stage_layers
+        return {
+            "tp": shape.tp,
+            "pp": shape.pp,
+            "ranks": self._ranks.addresses,
+            "stage_layers": stage_layers,
+        }
 
-    def digests(self, page_ids: Sequence[int]) -> np.ndarray:
-        return self._ranks.digests(self, page_ids)
+    def begin_digests(
+        self, owners_pages: Sequence[Sequence[int]]
+    ) -> Callable[[], list[np.ndarray]]:
+        return self._ranks.begin_digests(self, owners_pages)
 
     def end_pull(self, owner: Hashable, succeeded: bool) -> None:
         if succeeded:

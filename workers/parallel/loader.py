@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -19,7 +19,7 @@ from daskserve.workers.parallel.checkpoint import Checkpoint
 from daskserve.workers.parallel.families import COLUMN_SPLIT, ROW_SPLIT, Family, family_of
 from daskserve.workers.parallel.group import RankGroup
 from daskserve.workers.parallel.linear import RowSplitLinear
-from daskserve.workers.parallel.stage import Stage
+from daskserve.workers.parallel.stage import Stage, vocabulary_part
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +34,10 @@ class ShardedModel:
     family: Family
     shape: ModelShape
     shards: ShardMap
+
+    def shared_out(self, stage_layers: tuple[int, ...]) -> ShardedModel:
+        """The same with so many layers in each stage (InvalidParameter)."""
+        return replace(self, shards=replace(self.shards, stage_layers=stage_layers))
 
 
 def read_model(model_dir: Path, parallelism: Parallelism) -> ShardedModel:
@@ -183,11 +187,6 @@ def _head(
     own = "lm_head.weight"
     stored = f"{model.family.base}.embed_tokens.weight" if is_tied else own
     return checkpoint.read(stored, rows)
-
-
-def vocabulary_part(vocab_size: int, tp: int, tp_rank: int) -> range:
-    """The tokens whose logits a rank of the last stage computes."""
-    return range(vocab_size * tp_rank // tp, vocab_size * (tp_rank + 1) // tp)
 
 
 def _eos_token_ids(model_dir: Path, config: PretrainedConfig) -> frozenset[int]:

@@ -37,17 +37,20 @@ class MicroBatch:
     last_tokens: np.ndarray
 
 
-def num_micro_batches(batch: ForwardBatch, num_stages: int) -> int:
-    """As many as there are stages, more for prompts: the ends of a step then weigh less.
+def num_micro_batches(batch: ForwardBatch, num_stages: int, num_open: int = 0) -> int:
+    """Into how many parts to cut a step while ``num_open`` others are under way.
 
-    With s stages and m micro-batches a stage waits (s - 1) / (m + s - 1) of the step. Decode is
-    bound by reading weights, which every micro-batch does anew.
+    Decode is bound by reading weights, which every part does anew: it is cut only as far as the
+    steps alone do not keep the stages at work. Prompts are cut further: with s stages and m parts
+    a stage waits (s - 1) / (m + s - 1) of a step, and the first token comes the sooner.
     """
     if num_stages == 1:
         return 1
-    wanted = 0 if batch.is_decode else batch.num_tokens // MIN_TOKENS
-    count = min(max(wanted, num_stages), num_stages * MAX_PER_STAGE)
-    return min(count, batch.num_tokens)
+    needed = -(-num_stages // (num_open + 1))
+    if batch.is_decode:
+        return min(needed, batch.num_tokens)
+    wanted = max(batch.num_tokens // MIN_TOKENS, num_stages)
+    return min(wanted, num_stages * MAX_PER_STAGE, batch.num_tokens)
 
 
 def micro_batches(batch: ForwardBatch, count: int) -> list[MicroBatch]:

@@ -5,20 +5,34 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TypeVar
 
 import numpy as np
 import torch
 
+from daskserve.core.shards import Shard
 from daskserve.errors import InstanceLost, ModelError
 from daskserve.workers.forward import ForwardBatch
 from daskserve.workers.kv_digest import slice_digests
 from daskserve.workers.kv_pool import KVPool
+from daskserve.workers.parallel.answers import Answer, merged
 from daskserve.workers.parallel.group import HEAD
 from daskserve.workers.parallel.head_pool import HeadPool
-from daskserve.workers.parallel.loader import vocabulary_part
+from daskserve.workers.parallel.micro_batches import num_micro_batches
 from daskserve.workers.parallel.stage import Stage
-from daskserve.workers.parallel.wire import ANSWERS, Order, OrderLine, pack_batch
+from daskserve.workers.parallel.wire import (
+    BUSY,
+    DIGESTS,
+    LOGITS,
+    SCORES,
+    Order,
+    OrderLine,
+    StepOrder,
+    pack_lists,
+    pack_step,
+)
+from daskserve.workers.scores import Scores
 
 _BEATS_PER_TIMEOUT = 3
 
@@ -51,12 +65,15 @@ class ParallelRunner:
         self.group = stage.group
         self.addresses = addresses
         self.parallelism = stage.group.parallelism
+        self.stage_layers = stage.shards.stage_layers
         self.shape, self.dtype, self.shard = stage.shape, stage.dtype, stage.shard
-        self.elapsed_s = 0.0
-        """Seconds spent in ``forward`` so far."""
+        self.max_open = stage.group.parallelism.pp
         self.busy_s: list[float] = []
         """Seconds that each stage has computed, as of the last beat."""
         self.bubble_share = 0.0
+        self._num_open = 0
+        self._opened_at = 0.0
+        self._elapsed_s = 0.0
         self._orders = OrderLine(stage.group)
         self._on_lost = on_lost
         self._lost: InstanceLost | None = None
@@ -70,7 +87,7 @@ class ParallelRunner:
         return HeadPool(self, num_blocks, block_size)
 
     def bind(self, pool_pages: torch.Tensor) -> None:
-        """Use this pool for the head's shard; every rank makes one of as many blocks."""
+        """Use this pool for the head's shard; every rank has made one of as many blocks then."""
         shard, head_dim = self.shard, self.shape.head_dim
         expected = (shard.num_layers, 2, shard.num_heads, pool_pages.shape[4], head_dim)
         if tuple(pool_pages.shape[1:]) != expected or pool_pages.dtype != self.dtype:
@@ -80,17 +97,43 @@ class ParallelRunner:
             )
         sizes = (pool_pages.shape[0] - 1, pool_pages.shape[4])
         self._order(Order.BIND, sizes, lambda: self.stage.bind(pool_pages))
+        self.beat()
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds so far in which a step was open."""
+        open_s = time.perf_counter() - self._opened_at if self._num_open else 0.0
+        return self._elapsed_s + open_s
+
+    def begin(self, batch: ForwardBatch, asked: Sequence[int]) -> Callable[[], Scores]:
+        """Start a step on all ranks: returns when the head's stage has done its share."""
+        num_parts = num_micro_batches(batch, self.parallelism.pp, self._num_open)
+        step = StepOrder(batch, num_parts, asked)
+        if not self._num_open:
+            self._opened_at = time.perf_counter()
+        self._num_open += 1
+        waits = self._order(Order.STEP, pack_step(step), lambda: self._begin(step))
+        return lambda: self._finish(waits, asked)
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         """float32 logits ``[R, vocab]`` of each row's last token; writes the new tokens' KV."""
-        return self._order(Order.STEP, pack_batch(batch), lambda: self._run(batch))
+        rows = range(batch.num_rows)
+        scores = self.begin(batch, rows)()
+        return torch.from_numpy(np.stack([scores.logits[row] for row in rows]))
 
-    def digests(self, pool: KVPool, page_ids: Sequence[int]) -> np.ndarray:
-        """Digests of pages on all ranks, uint64 ``[layers, kv_heads]`` of the model.
+    def begin_digests(
+        self, pool: KVPool, owners_pages: Sequence[Sequence[int]]
+    ) -> Callable[[], list[np.ndarray]]:
+        """Digests of each owner's pages on all ranks, uint64 ``[layers, kv_heads]`` of the model.
 
-        ``pool`` is the bound one.
+        They are of what is there after the steps begun so far. ``pool`` is the bound one.
         """
-        return self._order(Order.DIGEST, page_ids, lambda: self._gather_digests(pool, page_ids))
+        if not owners_pages:
+            return list
+        waits = self._order(
+            Order.DIGEST, pack_lists(owners_pages), lambda: self._begin_digests(pool, owners_pages)
+        )
+        return lambda: self._in_turn(lambda: self._whole_digests(waits))
 
     def settle(self, order: Order, owner: int, page_ids: Sequence[int] = ()) -> None:
         """PLACE what the followers pulled for ``owner`` into these pages, or DROP it."""
@@ -105,61 +148,100 @@ class ParallelRunner:
         self._is_closed.set()
         if self._lost is None:
             try:
-                self._order(Order.CLOSE, (), self.group.close)
+                self._order(Order.CLOSE, (), self._close)
             except InstanceLost:
                 return
 
     def _order(self, order: Order, numbers: np.ndarray | Sequence[int], work: Callable[[], T]) -> T:
+        def given() -> T:
+            self._orders.give(order, numbers)
+            return work()
+
+        return self._in_turn(given)
+
+    def _in_turn(self, work: Callable[[], T]) -> T:
+        """One caller at a time; whatever goes wrong ends the group."""
         with self._turn:
             if self._lost is not None:
                 raise self._lost
-            started_at = time.perf_counter()
             try:
-                self._orders.give(order, numbers)
-                result = work()
+                return work()
             except Exception as error:
                 # Whatever it was, the ranks are no longer at the same point.
                 self._lost = self.group.fail(error)
                 self._on_lost(self._lost)
                 raise self._lost from error
-            if order is Order.STEP:
-                self.elapsed_s += time.perf_counter() - started_at
-            return result
 
-    def _run(self, batch: ForwardBatch) -> torch.Tensor:
-        group, vocab_size = self.group, self.shape.vocab_size
-        logits = torch.empty(batch.num_rows, vocab_size)
-        own = self.stage.run(batch)
-        for rank in group.last_ranks:
-            tokens = vocabulary_part(vocab_size, group.parallelism.tp, rank % group.parallelism.tp)
-            where = slice(tokens.start, tokens.stop)
-            if rank == HEAD:
-                for part, answer in own:
-                    logits[torch.from_numpy(part.rows), where] = answer
-            else:
-                received = torch.empty(batch.num_rows, len(tokens))
-                group.receive(received, rank, ANSWERS)()
-                logits[:, where] = received
-        return logits
+    def _begin(self, step: StepOrder) -> list[Callable[[], Answer]]:
+        """The head's share of a step; what is returned waits for each rank of the last stage."""
+        num_rows, stage = step.batch.num_rows, self.stage
+        # Asked for before they are there, so that they arrive while the head does other things.
+        others = [self._ask(rank, num_rows, step.asked) for rank in self._last_followers()]
+        outputs = stage.run(step.batch, step.num_parts)
+        if not self.group.is_last:
+            return others
+        own = Answer.of(outputs, num_rows, step.asked, stage.vocabulary_of(HEAD), self.dtype)
+        return [lambda: own, *others]
 
-    def _gather_digests(self, pool: KVPool, page_ids: Sequence[int]) -> np.ndarray:
-        shards = self.stage.shards
-        whole = np.empty((shards.num_layers, shards.num_kv_heads), np.uint64)
-        for rank in range(shards.num_ranks):
-            shard = shards.of_rank(rank)
-            if rank == HEAD:
-                digests = slice_digests(pool, page_ids)
-            else:
-                received = torch.empty(shard.num_layers, shard.num_heads, dtype=torch.int64)
-                digests = self.group.receive(received, rank, ANSWERS)().numpy().view(np.uint64)
-            whole[shard.within(self.shape.whole)] = digests
-        return whole
+    def _last_followers(self) -> list[int]:
+        return [rank for rank in self.group.last_ranks if rank != HEAD]
+
+    def _ask(self, rank: int, num_rows: int, asked: Sequence[int]) -> Callable[[], Answer]:
+        answer = Answer.empty(num_rows, len(asked), self.stage.vocabulary_of(rank), self.dtype)
+        waits = [self.group.receive(answer.best, rank, SCORES)]
+        if asked:
+            waits.append(self.group.receive(answer.logits, rank, LOGITS))
+
+        def arrived() -> Answer:
+            for wait in waits:
+                wait()
+            return answer
+
+        return arrived
+
+    def _finish(self, waits: list[Callable[[], Answer]], asked: Sequence[int]) -> Scores:
+        answers = self._in_turn(lambda: [wait() for wait in waits])
+        self._num_open -= 1
+        if not self._num_open:
+            self._elapsed_s += time.perf_counter() - self._opened_at
+        return merged(answers, asked)
+
+    def _begin_digests(
+        self, pool: KVPool, owners_pages: Sequence[Sequence[int]]
+    ) -> list[tuple[Shard, Callable[[], np.ndarray]]]:
+        """Of each rank: what it holds, and what waits for its digests ``[owners, ...]``."""
+        own = np.stack([slice_digests(pool, pages) for pages in owners_pages])
+        parts: list[tuple[Shard, Callable[[], np.ndarray]]] = [(self.shard, lambda: own)]
+        for rank in range(1, self.group.num_ranks):
+            shard = self.stage.shards.of_rank(rank)
+            size = (len(owners_pages), shard.num_layers, shard.num_heads)
+            wait = self.group.receive(torch.empty(size, dtype=torch.int64), rank, DIGESTS)
+            parts.append((shard, partial(_unsigned, wait)))
+        return parts
+
+    def _whole_digests(
+        self, parts: list[tuple[Shard, Callable[[], np.ndarray]]]
+    ) -> list[np.ndarray]:
+        arrived = [(shard, wait()) for shard, wait in parts]
+        shape = (len(arrived[0][1]), self.shape.num_layers, self.shape.num_kv_heads)
+        whole = np.empty(shape, np.uint64)
+        for shard, digests in arrived:
+            layers, heads = shard.within(self.shape.whole)
+            whole[:, layers, heads] = digests
+        return list(whole)
 
     def _gather_busy(self) -> None:
-        busy_s = [float(busy) for busy in self.group.gather(self.stage.busy())]
-        self.busy_s = busy_s[:: self.parallelism.tp]
-        share = sum(self.busy_s) / len(self.busy_s) / max(self.elapsed_s, 1e-9)
-        self.bubble_share = max(1 - share, 0.0) if self.elapsed_s else 0.0
+        busy = [self.stage.busy()]
+        for rank in range(1, self.group.num_ranks):
+            busy.append(self.group.receive(torch.empty_like(busy[0]), rank, BUSY)())
+        self.busy_s = [float(each) for each in busy[:: self.parallelism.tp]]
+        elapsed_s = self.elapsed_s
+        share = sum(self.busy_s) / len(self.busy_s) / max(elapsed_s, 1e-9)
+        self.bubble_share = max(1 - share, 0.0) if elapsed_s else 0.0
+
+    def _close(self) -> None:
+        self._orders.drain()
+        self.group.close()
 
     def _keep_alive(self) -> None:
         while not self._is_closed.wait(self.group.timeout_s / _BEATS_PER_TIMEOUT):
@@ -167,3 +249,7 @@ class ParallelRunner:
                 self.beat()
             except InstanceLost:
                 return
+
+
+def _unsigned(wait: Callable[[], torch.Tensor]) -> np.ndarray:
+    return wait().numpy().view(np.uint64)

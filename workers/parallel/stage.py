@@ -15,11 +15,7 @@ from daskserve.workers.kernels.cpu import ask_for_huge_pages
 from daskserve.workers.kernels.vector import LANES
 from daskserve.workers.layer_attention import LayerAttention, can_attend
 from daskserve.workers.parallel.group import RankGroup
-from daskserve.workers.parallel.micro_batches import (
-    MicroBatch,
-    micro_batches,
-    num_micro_batches,
-)
+from daskserve.workers.parallel.micro_batches import MicroBatch, micro_batches
 
 if TYPE_CHECKING:
     from daskserve.workers.parallel.loader import ShardedModel
@@ -73,21 +69,22 @@ class Stage:
         self.pages = pages
 
     @torch.inference_mode()
-    def run(self, batch: ForwardBatch) -> list[tuple[MicroBatch, torch.Tensor]]:
+    def run(self, batch: ForwardBatch, num_parts: int) -> list[tuple[MicroBatch, torch.Tensor]]:
         """This rank's share of a step; the last stage gets its micro-batches and their logits.
 
-        Logits are float32 ``[rows that end here, this rank's part of the vocabulary]``.
+        Logits are float32 ``[rows that end here, this rank's part of the vocabulary]``. Other
+        stages go on before the next one has taken what they computed.
         """
         if torch.get_num_threads() != self.num_threads:
             torch.set_num_threads(self.num_threads)
         group = self.group
-        parts = micro_batches(batch, num_micro_batches(batch, group.parallelism.pp))
+        parts = micro_batches(batch, num_parts)
         arriving = []
         if not group.is_first:
             for tag, part in enumerate(parts):
                 hidden = torch.empty(part.batch.num_tokens, self.hidden_size, dtype=self.dtype)
                 arriving.append(group.receive(hidden, group.neighbour(-1), tag))
-        leaving, answers = [], []
+        answers = []
         for tag, part in enumerate(parts):
             hidden = arriving[tag]() if arriving else None
             started_at = time.perf_counter()
@@ -96,10 +93,13 @@ class Stage:
             if group.is_last:
                 answers.append((part, output))
             else:
-                leaving.append(group.send(output, group.neighbour(1), tag))
-        for sent in leaving:
-            sent()
+                group.post(output, group.neighbour(1), tag)
         return answers
+
+    def vocabulary_of(self, rank: int) -> range:
+        """The tokens whose logits a rank of the last stage computes."""
+        tp = self.group.parallelism.tp
+        return vocabulary_part(self.shape.vocab_size, tp, rank % tp)
 
     def busy(self) -> torch.Tensor:
         """float64 [1]: seconds spent on micro-batches so far, waits between stages not counted."""
@@ -138,3 +138,8 @@ class Stage:
             hidden = torch.zeros(2, self.hidden_size, dtype=self.dtype)
         self._run_layers(tokens, hidden, torch.arange(2), recorder)
         return [recorder.layers[index] for index in range(self.shard.num_layers)]
+
+
+def vocabulary_part(vocab_size: int, tp: int, tp_rank: int) -> range:
+    """The tokens whose logits a rank of the last stage computes."""
+    return range(vocab_size * tp_rank // tp, vocab_size * (tp_rank + 1) // tp)

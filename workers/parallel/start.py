@@ -7,15 +7,17 @@ import os
 import torch
 import torch.distributed as dist
 
-from daskserve.core.instance import EngineConfig
+from daskserve.core.instance import EngineConfig, Role
 from daskserve.core.placement import Parallelism
 from daskserve.errors import InstanceLost, ModelError
 from daskserve.models.catalog import resolve
-from daskserve.workers.parallel.group import RankGroup
-from daskserve.workers.parallel.loader import load_stage, read_model
+from daskserve.workers.parallel.balance import stage_layers
+from daskserve.workers.parallel.group import HEAD, RankGroup
+from daskserve.workers.parallel.loader import ShardedModel, load_stage, read_model
 from daskserve.workers.parallel.stage import Stage
 
 ADDRESS = "address"
+_STAGES = "stage layers"
 
 
 def start_rank(
@@ -27,6 +29,7 @@ def start_rank(
     host: str,
     address: str,
     load_timeout_s: float,
+    role: Role = Role.COLOCATED,
 ) -> Stage:
     """Join the group, load this rank's weights and wait until all ranks have done so.
 
@@ -45,6 +48,8 @@ def start_rank(
         Where the KV of this rank can be pulled from; see `RankGroup.shared`.
     load_timeout_s
         Most seconds until all ranks are there, and again until all have their weights.
+    role
+        What the instance does; the head says it, and with that how the layers are shared out.
 
     Raises
     ------
@@ -54,6 +59,9 @@ def start_rank(
         Another rank is gone or never came; the error names it.
     """
     model = read_model(resolve(config.model), parallelism)
+    if rank == HEAD:
+        layers = stage_layers(model.config, parallelism.pp, role)
+        store.set(_STAGES, " ".join(map(str, layers)))
     group = RankGroup(
         store,
         parallelism,
@@ -62,12 +70,7 @@ def start_rank(
         timeout_s=config.rank_timeout_s,
         assembly_s=load_timeout_s,
     )
-    num_threads = config.num_threads or len(os.sched_getaffinity(0))
-    try:
-        stage = load_stage(model, group, getattr(torch, config.dtype), num_threads)
-    except Exception as error:
-        group.fail(error)
-        raise
+    stage = _load(model, group, config)
     try:
         group.share(ADDRESS, address)
         group.meet("loaded", load_timeout_s)
@@ -76,3 +79,16 @@ def start_rank(
             raise ModelError(str(error)) from error
         raise
     return stage
+
+
+def _load(model: ShardedModel, group: RankGroup, config: EngineConfig) -> Stage:
+    """This rank's share, as the head shares the layers out."""
+    with group.watched():
+        told = group.store.get(_STAGES).decode()
+    num_threads = config.num_threads or len(os.sched_getaffinity(0))
+    try:
+        model = model.shared_out(tuple(map(int, told.split())))
+        return load_stage(model, group, getattr(torch, config.dtype), num_threads)
+    except Exception as error:
+        group.fail(error)
+        raise

@@ -46,12 +46,26 @@ def workload():
     return make_workload
 
 
-@pytest.fixture(scope="session")
-def virtual_cluster():
-    """The class `VirtualCluster`; the engine's KV pool needs torch."""
-    pytest.importorskip("torch")
-    path = Path(__file__).with_name("virtual_engine.py")
-    spec = importlib.util.spec_from_file_location("virtual_engine", path)
+def _module(name: str):
+    path = Path(__file__).with_name(f"{name}.py")
+    spec = importlib.util.spec_from_file_location(name, path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return module.VirtualCluster
+    return module
+
+
+@pytest.fixture(scope="session")
+def virtual_cluster():
+    """A `VirtualCluster` of a deployment, with pipelines where it has stages.
+
+    The engine's KV pool needs torch.
+    """
+    pytest.importorskip("torch")
+    engine = _module("virtual_engine")
+    pipelined = _module("virtual_pipeline").pipelined(engine)
+
+    def make(deployment):
+        has_stages = deployment.decode_instances[0].num_stages > 1
+        return (pipelined if has_stages else engine.VirtualCluster)(deployment)
+
+    return make

@@ -86,3 +86,11 @@ def test_odd_page_sizes(agree, step_times, workload):
     for block_size in (1, 7):
         deployment = Deployment.disaggregated(times, 1, times, 2, block_size=block_size, **LINKS)
         agree(deployment, workload(150, 25, seed=block_size))
+
+
+@pytest.mark.parametrize(("num_stages", "chunk_tokens"), [(2, None), (2, 256), (3, 256)])
+def test_pipelines_have_a_step_in_every_stage(
+    agree, step_times, workload, num_stages, chunk_tokens
+):
+    times = step_times(num_stages=num_stages, stage_overhead_s=0.002, max_batch=8)
+    assert agree(Deployment.colocated(times, 2, chunk_tokens), workload(200, 20)) == 0

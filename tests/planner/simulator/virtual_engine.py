@@ -63,10 +63,14 @@ class Decode:
 class VirtualCluster:
     """Runs requests ``(arrival_s, prompt_tokens, output_tokens)``; ``done`` maps id to times."""
 
+    decode_type = Decode
+
     def __init__(self, deployment):
         self.deployment = deployment
         self.prefills = [Prefill(deployment, times) for times in deployment.prefill_instances]
-        self.decodes = [Decode(deployment, times) for times in deployment.decode_instances]
+        self.decodes = [
+            self.decode_type(deployment, times) for times in deployment.decode_instances
+        ]
         self.ready = deque()
         self.pulls = []
         self.pulls_version = 0
@@ -164,7 +168,7 @@ class VirtualCluster:
         scheduler = decode.scheduler
         waiting = scheduler.waiting.lengths(len(scheduler.waiting))
         promised = sum(decode.pool.blocks_for(length) for length in waiting)
-        used = decode.pool.num_used + promised + len(scheduler.running)
+        used = decode.pool.num_used + promised + scheduler.num_running
         if self.deployment.max_tokens:
             used = sum(map(self._pages, decode.bound))
         active = scheduler.num_active + len(waiting)
@@ -241,6 +245,7 @@ class VirtualCluster:
         running = list(step.decode.sequences) if step.decode else []
         if step.decode:
             step.decode.advance([0] * len(running))
+        decode.scheduler.ended(step)
         for sequence in running:
             sequence.num_computed += 1
             num_ended += self._next_token(decode, sequence)

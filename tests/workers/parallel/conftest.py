@@ -58,7 +58,12 @@ class Ranks:
             assert not thread.is_alive()
 
 
-def launch(config: EngineConfig, shape: Parallelism, timeout_s: float = 20) -> Ranks:
+def launch(
+    config: EngineConfig,
+    shape: Parallelism,
+    timeout_s: float = 20,
+    role: Role = Role.COLOCATED,
+) -> Ranks:
     meeting, store = open_group(shape, HOST, timeout_s)
     common = dict(host=HOST, address="here", load_timeout_s=timeout_s)
     followers: dict[int, Follower] = {}
@@ -75,7 +80,7 @@ def launch(config: EngineConfig, shape: Parallelism, timeout_s: float = 20) -> R
     threads = [threading.Thread(target=follow, args=(r,)) for r in range(1, shape.num_gpus)]
     for thread in threads:
         thread.start()
-    runner = ParallelRunner(start_rank(config, shape, 0, store, **common))
+    runner = ParallelRunner(start_rank(config, shape, 0, store, role=role, **common))
     return Ranks(config, runner, followers, threads, errors)
 
 

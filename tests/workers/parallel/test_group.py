@@ -12,6 +12,7 @@ import torch
 from daskserve.core.instance import EngineConfig, Role
 from daskserve.core.placement import Parallelism
 from daskserve.errors import InstanceLost
+from daskserve.workers.forward import ForwardBatch
 from daskserve.workers.parallel import group
 from daskserve.workers.parallel.group import RankGroup, join_group, open_group
 from daskserve.workers.parallel.wire import Order, OrderLine
@@ -58,7 +59,16 @@ def on_all(count: int, work) -> list[BaseException | None]:
     return errors
 
 
-@pytest.mark.parametrize("size", [0, 5, 2046, 2047, 9000])
+def ask_all(group: RankGroup) -> None:
+    """Every rank hears from every other."""
+    others = [rank for rank in range(group.num_ranks) if rank != group.rank]
+    for rank in others:
+        group.post(torch.zeros(1), rank, 7)
+    for rank in others:
+        group.receive(torch.zeros(1), rank, 7)()
+
+
+@pytest.mark.parametrize("size", [0, 5, 4094, 4095, 9000])
 def test_orders_of_any_length_arrive(size):
     groups = groups_of(Parallelism(1, 3))
     numbers = np.arange(size, dtype=np.int32)
@@ -69,6 +79,7 @@ def test_orders_of_any_length_arrive(size):
         if rank == 0:
             line.give(Order.STEP, numbers)
             line.give(Order.BEAT)
+            line.drain()
         else:
             taken[rank] = [line.take(), line.take()]
 
@@ -89,8 +100,8 @@ def test_a_rank_that_is_gone_is_named_by_all(lost):
         if rank == lost:
             groups[rank].close()
         else:
-            groups[rank].gather(torch.zeros(1))
-            groups[rank].gather(torch.zeros(1))
+            ask_all(groups[rank])
+            ask_all(groups[rank])
 
     errors = on_all(4, work)
     said = [str(error) for rank, error in enumerate(errors) if rank != lost]
@@ -106,8 +117,6 @@ def test_a_silent_rank_is_noticed_in_time_and_named():
         if rank == 2:
             time.sleep(1.5)
             return
-        groups[rank].broadcast(torch.zeros(1))
-        groups[rank].gather(torch.zeros(1))
         groups[rank].receive(torch.zeros(1), 2, 7)()
 
     errors = on_all(3, work)
@@ -123,7 +132,7 @@ def test_a_rank_that_fails_says_why():
     def work(rank: int) -> None:
         if rank == 1:
             raise groups[1].fail(ValueError("no such weight"))
-        groups[0].gather(torch.zeros(1))
+        ask_all(groups[0])
 
     errors = on_all(2, work)
     for error in errors:
@@ -160,6 +169,24 @@ def test_an_instance_that_loses_a_rank_is_lost_when_it_computes_and_when_it_idle
         with pytest.raises(InstanceLost, match="of TP1xPP2 is lost: rank 1 "):
             ranks.runner.beat()
         with pytest.raises(InstanceLost, match="of TP1xPP2 is lost: rank 1 "):
-            engine.pool.digests([1])
+            engine.pool.begin_digests([[1]])()
         assert len(lost) == 1
         ranks.close()
+
+
+def test_a_rank_that_is_gone_while_steps_are_open_loses_the_instance_once():
+    lost = []
+    ranks = launch(CONFIG, Parallelism(1, 2))
+    ranks.runner._on_lost = lost.append
+    ranks.runner.bind(ranks.runner.new_pool(8, 16).pages)
+    ones = np.ones(1, np.int32)
+    step = ForwardBatch(ones, ones - 1, np.array([0, 1], np.int32), ones, ones[:, None])
+    ranks.runner.begin(step, [])()
+    begun = [ranks.runner.begin(step, []) for _ in range(ranks.runner.max_open)]
+    assert len(begun) == 2
+    ranks.followers[1].stage.group.close()
+    with pytest.raises(InstanceLost, match="of TP1xPP2 is lost: rank 1 "):
+        for finish in [*begun, ranks.runner.begin(step, [])]:
+            finish()
+    assert len(lost) == 1
+    ranks.close()

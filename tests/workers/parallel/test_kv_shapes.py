@@ -121,6 +121,7 @@ class Resharding:
             shape.num_layers,
             shape.num_kv_heads,
             shape.num_kv_heads,
+            handle.stage_layers,
         )
         total = 0
         for rank, pool in enumerate(self.target.pools()):

@@ -7,7 +7,13 @@ from hypothesis import strategies as st
 
 from daskserve.workers.forward import ForwardBatch
 from daskserve.workers.parallel.micro_batches import micro_batches, num_micro_batches
-from daskserve.workers.parallel.wire import pack_batch, unpack_batch
+from daskserve.workers.parallel.wire import (
+    StepOrder,
+    pack_lists,
+    pack_step,
+    unpack_lists,
+    unpack_step,
+)
 
 BLOCK = 4
 
@@ -54,12 +60,18 @@ def test_every_token_of_a_part_sees_what_it_would_see_in_the_step(batch, count):
         assert {tuple(pages) for pages in part.batch.page_table} <= table
 
 
-@given(batches())
-def test_a_batch_survives_the_wire(batch):
-    arrived = unpack_batch(pack_batch(batch))
+@given(batches(), st.integers(1, 12), st.lists(st.integers(0, 7), max_size=8))
+def test_a_step_survives_the_wire(batch, num_parts, asked):
+    arrived = unpack_step(pack_step(StepOrder(batch, num_parts, asked)))
+    assert (arrived.num_parts, arrived.asked) == (num_parts, asked)
     for name in ForwardBatch.__dataclass_fields__:
-        sent, got = getattr(batch, name), getattr(arrived, name)
+        sent, got = getattr(batch, name), getattr(arrived.batch, name)
         assert np.array_equal(sent, got) and sent.dtype.kind == got.dtype.kind
+
+
+@given(st.lists(st.lists(st.integers(1, 2**31 - 1), max_size=9), min_size=1, max_size=5))
+def test_lists_of_pages_survive_the_wire(lists):
+    assert [pages.tolist() for pages in unpack_lists(pack_lists(lists))] == lists
 
 
 def decode_batch(num_rows: int) -> ForwardBatch:
@@ -76,15 +88,18 @@ def prompt(num_tokens: int) -> ForwardBatch:
 
 
 @pytest.mark.parametrize(
-    ("batch", "num_stages", "count"),
+    ("batch", "num_stages", "num_open", "count"),
     [
-        (decode_batch(64), 1, 1),
-        (decode_batch(64), 3, 3),
-        (decode_batch(2), 3, 2),
-        (prompt(40), 2, 2),
-        (prompt(160), 2, 5),
-        (prompt(4000), 2, 8),
+        (decode_batch(64), 1, 0, 1),
+        (decode_batch(64), 3, 0, 3),
+        (decode_batch(64), 3, 1, 2),
+        (decode_batch(64), 3, 2, 1),
+        (decode_batch(2), 3, 0, 2),
+        (prompt(40), 2, 0, 2),
+        (prompt(160), 2, 0, 5),
+        (prompt(4000), 2, 0, 8),
+        (prompt(4000), 2, 1, 8),
     ],
 )
-def test_stages_are_kept_full(batch, num_stages, count):
-    assert num_micro_batches(batch, num_stages) == count
+def test_stages_are_kept_full(batch, num_stages, num_open, count):
+    assert num_micro_batches(batch, num_stages, num_open) == count

@@ -10,7 +10,7 @@ import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
-from daskserve.core.instance import EngineConfig
+from daskserve.core.instance import EngineConfig, Role
 from daskserve.core.placement import Parallelism
 from daskserve.errors import InvalidParameter, ModelError
 from daskserve.models.catalog import resolve
@@ -81,6 +81,31 @@ def test_logits_are_those_of_the_plain_model(case, shape, write_model):
     finally:
         ranks.close()
     assert ranks.errors == {}
+
+
+@pytest.mark.parametrize(
+    ("role", "layers"), [(Role.PREFILL, (3, 3)), (Role.COLOCATED, (4, 2)), (Role.DECODE, (5, 1))]
+)
+def test_stages_are_balanced_for_what_the_instance_does(role, layers, write_model):
+    settings = WIDE | dict(num_hidden_layers=6, vocab_size=80_000)
+    folder = write_model("llama", settings)
+    plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    tokens = np.random.default_rng(0).integers(3, 80_000, 40)
+    with torch.inference_mode():
+        expected = plain(torch.from_numpy(tokens)[None]).logits[0, -1]
+    config = EngineConfig(model=str(folder), dtype="float32", num_threads=1)
+    ranks = launch(config, Parallelism(1, 2), role=role)
+    try:
+        assert ranks.runner.stage_layers == layers
+        pool = ranks.runner.new_pool(8, 16)
+        ranks.runner.bind(pool.pages)
+        logits = ranks.runner.forward(batch(tokens, 0, 3))
+        torch.testing.assert_close(logits[0], expected, atol=2e-3, rtol=1e-3)
+        digests = pool.begin_digests([[1, 2, 3], [2]])()
+        assert [each.shape for each in digests] == [(6, 4)] * 2
+        assert all(np.all(each) for each in digests), "of every layer and head"
+    finally:
+        ranks.close()
 
 
 @pytest.mark.parametrize("shape", [Parallelism(2, 2), Parallelism(4, 1)], ids=str)

@@ -58,6 +58,37 @@ def test_every_shape_equals_generate(model, shape, settings, ranks_of, rig_type,
         assert sum(answer.timeline.num_recomputes for answer in got) > 0
 
 
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_drawn_tokens_and_their_logprobs_do_not_depend_on_the_shape(
+    shape, ranks_of, rig_type, make_engine, make_request
+):
+    model = "tiny-random-llama"
+    requests = [
+        make_request(f"d{n}", n, seed=n, max_tokens=12, temperature=temperature, logprobs=named)
+        for n, temperature, named in ((5, 0.0, None), (9, 0.7, None), (20, 1.1, 2), (33, 0.0, 1))
+    ]
+    expected = answers(rig_type, make_engine(Role.COLOCATED, model), requests)
+    got = answers(rig_type, ranks_of(model, *shape).engine(Role.COLOCATED), requests)
+    assert [answer.token_ids for answer in got] == [answer.token_ids for answer in expected]
+    for one, other in zip(got, expected, strict=True):
+        for entry, wanted in zip(one.logprobs or (), other.logprobs or (), strict=True):
+            assert entry.logprob == pytest.approx(wanted.logprob, abs=1e-3)
+
+
+def test_a_pipeline_has_a_step_in_every_stage(ranks_of, rig_type, make_request):
+    engine = ranks_of("tiny-random-llama", 1, 2).engine(Role.COLOCATED, prefill_budget_tokens=24)
+    begin, most = engine.open_steps.begin, []
+
+    def noting(step, **kwargs):
+        begin(step, **kwargs)
+        most.append(len(engine.open_steps))
+
+    engine.open_steps.begin = noting
+    requests = [make_request(f"o{n}", 20, max_tokens=10) for n in range(6)]
+    answers(rig_type, engine, requests)
+    assert max(most) == 2 and most.count(2) > len(most) / 2
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", [(3, 1), (1, 2), (1, 3)], ids=str)
 def test_a_real_model_equals_generate(shape, smollm2_dir, ranks_of, rig_type, make_request):

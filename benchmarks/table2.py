@@ -272,6 +272,8 @@ def main() -> None:
         if not path:
             continue
         profile = read_calibration(path)
+        if profile.overheads.is_colocated is not (mode == "colocated"):
+            parser.error(f"{path} is not of a {mode} service: --threads decides, see calibrate")
         folder.check(f"{mode}-engine", profile.engine.model_dump())
         rates = given.rates or folder.kept(
             f"{mode}-rates", partial(rates_to_run, profile, mode, lengths)

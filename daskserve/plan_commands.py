@@ -237,7 +237,7 @@ def _write_placement(answer: Plan, path: Path) -> None:
 @click.option(
     "--requests",
     type=click.IntRange(100),
-    help="Length of a drawn trace [default: 20000], or of the part that is replayed.",
+    help="Length of a drawn trace [default: as for plan], or of the part that is replayed.",
 )
 @click.option(
     "--timeline", metavar="FILE", help="Write every request's stages of the first seed as CSV."

@@ -18,7 +18,7 @@ from daskserve.errors import InvalidParameter
 from daskserve.planner.arrivals import ArrivalProcess, cycle_s, fit_arrivals
 from daskserve.planner.capacity import capacity_guess
 from daskserve.planner.simulator import Deployment
-from daskserve.planner.simulator.driving import run_arrays
+from daskserve.planner.simulator.driving import Simulation, run_arrays
 from daskserve.planner.simulator.result import tpot_s, ttft_s
 from daskserve.planner.slo_classes import (
     AnySLO,
@@ -39,6 +39,7 @@ from daskserve.planner.workload import Workload
 
 STATUSES = ("found", "at_least_cap", "infeasible", "unstable", "no_data", "error")
 
+MAX_REQUESTS = 100_000
 _ALONE_S = 1e4  # between requests that are not to meet
 _MAX_DOUBLINGS = 60
 
@@ -123,7 +124,7 @@ def goodput(
     max_rate: float | None = None,
     seeds: Sequence[int] = (0, 1, 2),
     tolerance: float = 0.01,
-    max_requests: int = 100_000,
+    max_requests: int = MAX_REQUESTS,
     arrivals: ArrivalProcess | None = None,
 ) -> Goodput:
     """Highest rate at which ``attainment`` of the requests of every class meet both limits.
@@ -173,7 +174,7 @@ def probe_rate(
     slo: AnySLO,
     rate: float,
     seed: int = 0,
-    max_requests: int = 100_000,
+    max_requests: int = MAX_REQUESTS,
     arrivals: ArrivalProcess | None = None,
 ) -> Probe:
     """What one rate shows, in a run as long as a steady state needs; looks for no other rate."""
@@ -209,6 +210,43 @@ def _reached(slo: SLOClasses, place: int, ttft: np.ndarray, tpot: np.ndarray) ->
     )
 
 
+@dataclass(frozen=True, eq=False)
+class LongRun:
+    """A drawn trace, what became of it, and what that says of the long run."""
+
+    trace: Workload
+    done: np.ndarray
+    simulation: Simulation
+    probe: Probe
+
+
+def long_run(
+    workload: Workload,
+    deployment: Deployment,
+    slo: SLOClasses,
+    rate: float,
+    seed: int,
+    arrivals: ArrivalProcess,
+    max_requests: int = MAX_REQUESTS,
+) -> LongRun:
+    """Look at a rate, first briefly; what seems met is run until it is steady or hopeless."""
+    output_tokens = float(workload.arrays()[2].mean())
+    rarest = int(np.bincount(slo.index_of(workload)).min()) / len(workload)
+    most = most_requests(rate, slo, output_tokens, max_requests, rarest)
+    num_requests = first_look(rate, cycle_s(arrivals), most)
+    while True:
+        trace = workload.resample(num_requests, rate, seed, arrivals)
+        done, simulation = run_arrays(deployment, *trace.arrays())
+        index = slo.index_of(trace)
+        probe = judge(rate, slo, done, index)
+        decided = probe.is_surely_missed or (probe.is_long_enough and not probe.is_drifting)
+        if decided or num_requests >= most:
+            return LongRun(trace, done, simulation, probe)
+        # A tenth more: what is needed varies a little with the run that says so.
+        needed = int(1.1 * requests_needed(rate, slo, done, index))
+        num_requests = min(max(needed, 2 * num_requests), most)
+
+
 @dataclass(eq=False)
 class _Runs:
     workload: Workload
@@ -219,26 +257,13 @@ class _Runs:
     probes: list[Probe] = field(default_factory=list)
 
     def probe(self, seed: int, rate: float) -> Probe:
-        """Look at a rate, first briefly; what seems met is run until it is steady or hopeless."""
         if self.arrivals is None:
             self.arrivals = fit_arrivals(self.workload.arrays()[0])
-        output_tokens = float(self.workload.arrays()[2].mean())
-        rarest = int(np.bincount(self.slo.index_of(self.workload)).min()) / len(self.workload)
-        most = most_requests(rate, self.slo, output_tokens, self.max_requests, rarest)
-        num_requests = first_look(rate, cycle_s(self.arrivals), most)
-        while True:
-            trace = self.workload.resample(num_requests, rate, seed, self.arrivals)
-            done, _ = run_arrays(self.deployment, *trace.arrays())
-            index = self.slo.index_of(trace)
-            probe = judge(rate, self.slo, done, index)
-            decided = probe.is_surely_missed or (probe.is_long_enough and not probe.is_drifting)
-            if decided or num_requests >= most:
-                break
-            # A tenth more: what is needed varies a little with the run that says so.
-            needed = int(1.1 * requests_needed(rate, self.slo, done, index))
-            num_requests = min(max(needed, 2 * num_requests), most)
-        self.probes.append(probe)
-        return probe
+        run = long_run(
+            self.workload, self.deployment, self.slo, rate, seed, self.arrivals, self.max_requests
+        )
+        self.probes.append(run.probe)
+        return run.probe
 
 
 @dataclass(slots=True)

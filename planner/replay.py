@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -12,19 +12,22 @@ import xarray as xr
 from daskserve.core.instance import Role
 from daskserve.core.placement import InstancePlacement, Placement
 from daskserve.errors import ConfigError, WorkloadError
+from daskserve.planner.arrivals import ArrivalProcess, fit_arrivals
+from daskserve.planner.goodput import LongRun, long_run
 from daskserve.planner.hardware import GPU, Cluster, NodeGroup, gpu_named
 from daskserve.planner.latency import CalibratedModel, LatencyModel
 from daskserve.planner.model_spec import ModelSpec
 from daskserve.planner.search.deploy import link_bandwidth, slowdowns
 from daskserve.planner.search.units import Instances
 from daskserve.planner.simulator import Deployment, SimulationResult
-from daskserve.planner.simulator.driving import run_arrays
+from daskserve.planner.simulator.driving import Simulation, run_arrays
 from daskserve.planner.simulator.result import instances_of, timelines_of
 from daskserve.planner.slo_classes import AnySLO, SLOClasses, table_of
 from daskserve.planner.stationarity import Probe, judge
 from daskserve.planner.step_times import StepTimes
 from daskserve.planner.workload import Workload
 
+_NO_TIME_S = 1e-9
 SHARES = (0.5, 0.9, 0.99)
 ROWS = ("ttft_s", "tpot_s", "prefill_queue_s", "prefill_s", "kv_transfer_s", "decode_queue_s",
         "decode_s")  # fmt: skip
@@ -150,7 +153,8 @@ def replay(
     rate
         Requests/s of traces that are drawn from the workload; None replays it as it is.
     num_requests
-        Length of drawn traces (None: 20,000), or how much of a replayed trace to take.
+        Length of drawn traces (None: as long as a plan draws them), or how much of a replayed
+        trace to take.
 
     Raises
     ------
@@ -168,25 +172,47 @@ def replay(
     if rate is None:
         if workload.rate is None:
             raise WorkloadError("no data: the workload has no arrival times; give a rate")
-        run, _ = _run(deployment, workload, dispatch_s)
+        done, simulation = run_arrays(deployment, *workload.arrays())
+        run = _result(workload, done, simulation, dispatch_s)
         return Replay(classes, workload.rate, (run,), None)
-    runs, probes = [], []
-    for seed in seeds:
-        trace = workload.resample(num_requests or 20_000, rate, seed)
-        run, done = _run(deployment, trace, dispatch_s)
-        runs.append(run)
-        probes.append(judge(rate, classes, done, classes.index_of(trace)))
-    return Replay(classes, rate, tuple(runs), tuple(probes))
+    arrivals = fit_arrivals(workload.arrays()[0])
+    drawn = [
+        _drawn(deployment, workload, _less(classes, dispatch_s), rate, seed, arrivals, num_requests)
+        for seed in seeds
+    ]
+    runs = tuple(_result(one.trace, one.done, one.simulation, dispatch_s) for one in drawn)
+    return Replay(classes, rate, runs, tuple(one.probe for one in drawn))
 
 
-def _run(
-    deployment: Deployment, workload: Workload, dispatch_s: float
-) -> tuple[SimulationResult, np.ndarray]:
-    done, simulation = run_arrays(deployment, *workload.arrays())
+def _drawn(
+    deployment: Deployment,
+    workload: Workload,
+    classes: SLOClasses,
+    rate: float,
+    seed: int,
+    arrivals: ArrivalProcess,
+    num_requests: int | None,
+) -> LongRun:
+    if num_requests is None:
+        return long_run(workload, deployment, classes, rate, seed, arrivals)
+    trace = workload.resample(num_requests, rate, seed, arrivals)
+    done, simulation = run_arrays(deployment, *trace.arrays())
+    return LongRun(trace, done, simulation, judge(rate, classes, done, classes.index_of(trace)))
+
+
+def _less(classes: SLOClasses, dispatch_s: float) -> SLOClasses:
+    """What is left of the limits once a request is dispatched, if anything."""
+    slos = [replace(slo, ttft_s=max(slo.ttft_s - dispatch_s, _NO_TIME_S)) for slo in classes.slos]
+    return replace(classes, slos=tuple(slos))
+
+
+def _result(
+    workload: Workload, done: np.ndarray, simulation: Simulation, dispatch_s: float
+) -> SimulationResult:
     # The same delay for every arrival changes nothing else.
     done["prefill_queue_s"] += dispatch_s
     tables = instances_of(simulation.tables)
-    return SimulationResult(timelines_of(done, workload), tables, simulation.now_s), done
+    return SimulationResult(timelines_of(done, workload), tables, simulation.now_s)
 
 
 def deployment_of_placement(

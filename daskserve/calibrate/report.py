@@ -127,7 +127,8 @@ def _errors(found: Calibration) -> Table:
 
 def _overheads(found: Calibration) -> Table:
     added = found.overheads
-    table = _table("one request alone", "median ms", "spread", "repeats")
+    kind = "colocated" if added.is_colocated else "prefill and decode apart"
+    table = _table(f"in a service, {kind}", "median ms", "spread", "repeats")
     rows: list[tuple[str, Measurement]] = [
         ("dispatch: submitted to prefill starts", added.dispatch),
         ("hand-over: first token to decode starts, no KV", added.hand_over),

@@ -156,3 +156,14 @@ class RecordedSource:
                 await asyncio.sleep(_FOLLOW_S)
         finally:
             reader.close()
+
+
+class NoSource:
+    """For planning alone: there is no service to watch."""
+
+    name = "no service"
+    is_live = False
+
+    async def observations(self) -> AsyncIterator[Observation]:
+        return
+        yield

@@ -85,7 +85,8 @@ def dashboard_command(recording: str | None, **given: Any) -> None:
 
     def started(server: Any) -> None:
         host = f"[{options.host}]" if ":" in options.host else options.host
-        click.echo(f"dashboard on http://{host}:{server.port}/", err=True)
+        source.url = f"http://{host}:{server.port}/"
+        click.echo(f"dashboard on {source.url}", err=True)
 
     serve(Dashboard(Feed(source, recorder), options), started)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 
 from daskserve.core.instance import Role
 from daskserve.planner.plan_request import PlanRequest
@@ -94,7 +95,7 @@ def _lightest(request: PlanRequest, sized: SizedEvaluator, units: list[Unit]) ->
         allowed = math.inf if best is None else math.ceil(weigh(best) / weigh(unit) - 1e-9) - 1
         if allowed < 1 or (best is not None and _rate(sized, unit, int(allowed)) < rate):
             continue
-        best = unit.times(least_count(lambda n, unit=unit: _rate(sized, unit, n), rate))
+        best = unit.times(least_count(partial(_rate, sized, unit), rate))
     return best
 
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from daskserve.core.instance import Role
+from daskserve.core.placement import Parallelism
 from daskserve.planner.estimate import estimate, sized_evaluator
 from daskserve.planner.plan_request import PlanRequest
 from daskserve.planner.plan_result import Option, Plan
@@ -16,6 +18,7 @@ from daskserve.planner.search.simulated import Executor
 from daskserve.planner.search.sized import SizedEvaluator
 from daskserve.planner.search.sizing import largest_batch
 from daskserve.planner.search.units import Instances, Unit
+from daskserve.planner.step_times import StepTimes
 from daskserve.planner.sweep import sweep
 
 CURVE_SHARES = (0.3, 0.5, 0.7, 0.85, 1.0, 1.15, 1.3, 1.5)
@@ -230,7 +233,7 @@ def _curves(
         assert option.solution
         unit = option.solution.all_instances
         systems[f"{option.name}: {unit}"] = deployment_of(
-            unit, request.model, request.cluster, sized.step_times
+            unit, request.model, request.cluster, partial(_known_times, sized)
         )
     if not systems or answer.rate <= 0:
         return []
@@ -244,6 +247,12 @@ def _curves(
         Curve(name, tuple(rates), tuple(float(v) for v in shares.sel(system=name).values))
         for name in systems
     ]
+
+
+def _known_times(sized: SizedEvaluator, gpu: str, parallelism: Parallelism) -> StepTimes:
+    times = sized.step_times(gpu, parallelism)
+    assert times is not None  # the plan has placed it
+    return times
 
 
 def _front(request: PlanRequest, sized: SizedEvaluator) -> list[FrontPoint]:

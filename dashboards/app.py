@@ -19,7 +19,11 @@ from daskserve.dashboards.instances import InstancesPage
 from daskserve.dashboards.jobs import JobsPage
 from daskserve.dashboards.live import LivePage
 from daskserve.dashboards.page import Page, html_pane
+from daskserve.dashboards.plan import PlanPage
+from daskserve.dashboards.refining import Refiner
+from daskserve.dashboards.replans import ReplansPage
 from daskserve.dashboards.theme import THEMES, Theme, escape
+from daskserve.dashboards.whatif import WhatIfPage
 from daskserve.errors import ConfigError
 
 LOOPBACK = ("127.0.0.1", "localhost")
@@ -60,6 +64,7 @@ class Dashboard:
 
     feed: Feed
     options: DashboardOptions = field(default_factory=DashboardOptions)
+    refiner: Refiner = field(default_factory=Refiner)
 
     @property
     def pages(self) -> tuple[tuple[type[Page], Callable[[Theme], Page]], ...]:
@@ -68,6 +73,9 @@ class Dashboard:
         return (
             (LivePage, lambda theme: LivePage(self.feed, theme, price)),
             (InstancesPage, lambda theme: InstancesPage(self.feed, theme)),
+            (ReplansPage, lambda theme: ReplansPage(self.feed, theme)),
+            (PlanPage, lambda theme: PlanPage(self.feed, theme)),
+            (WhatIfPage, lambda theme: WhatIfPage(self.feed, theme, self.refiner)),
             (JobsPage, lambda theme: JobsPage(self.feed, theme)),
         )
 
@@ -176,3 +184,4 @@ def serve(dashboard: Dashboard, on_start: Callable[[Server], None]) -> None:
             server.io_loop.start()
         finally:
             server.stop(wait=False)
+            dashboard.refiner.close()

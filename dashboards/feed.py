@@ -12,6 +12,7 @@ from daskserve.dashboards.sources import Source
 from daskserve.errors import DaskserveError
 from daskserve.observe import JobProgress, Observation, Sample
 from daskserve.observe.observation import Recorder
+from daskserve.planner.plan_record import PlanRecord
 from daskserve.replanning.decision import Decision
 
 _MOST_SAMPLES = 4 * 3600
@@ -39,6 +40,8 @@ class Feed:
         self._num_samples = 0
         self._jobs: dict[str, JobProgress] = {}
         self._decisions: dict[int, Decision] = {}
+        self._plan: PlanRecord | None = None
+        self._untold_plan: PlanRecord | None = None
         self._listeners: set[Callable[[], None]] = set()
         self.trouble = "" if not source.is_live else f"connecting to {source.name}"
         """Why nothing comes; empty while it does."""
@@ -91,6 +94,18 @@ class Feed:
         with self._lock:
             return sorted(self._decisions.values(), key=lambda one: one.at_unix_s, reverse=True)
 
+    @property
+    def plan(self) -> PlanRecord | None:
+        """The last one that was made, or recorded."""
+        with self._lock:
+            return self._plan
+
+    def note_plan(self, plan: PlanRecord) -> None:
+        """Somebody has made a plan: every session shows it. Any thread."""
+        with self._lock:
+            self._plan = self._untold_plan = plan
+        self._tell()
+
     # On the feed's thread.
 
     def _run(self) -> None:
@@ -132,8 +147,12 @@ class Feed:
                 self._decisions[decision.decision_id] = decision
             while len(self._decisions) > _MOST_DECISIONS:
                 del self._decisions[min(self._decisions)]
+            if observation.plan is not None:
+                self._plan = PlanRecord.from_record(observation.plan)
+            plan, self._untold_plan = self._untold_plan, None
         if self._recorder is not None:
-            told = Observation(observation.sample, changed, observation.decisions)
+            record = plan.to_record() if plan is not None else None
+            told = Observation(observation.sample, changed, observation.decisions, record)
             self._recorder.add(told)
 
     def _tell(self) -> None:

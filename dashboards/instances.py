@@ -24,7 +24,7 @@ _COLUMNS = (
     Column("queue", "Queue", "number"),
     Column("running", "Running", "number"),
     Column("holding", "Holding KV", "number"),
-    Column("kv", "KV", "share"),
+    Column("kv", "KV %", "share", 110),
     Column("tokens", "Tokens/s", "number"),
     Column("address", "Address"),
     Column("error", "Note"),

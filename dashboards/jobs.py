@@ -32,7 +32,7 @@ class JobsPage(Page):
         super().__init__(feed, theme, **params)
         self._jobs = html_pane(theme, _css(theme))
         self._none = html_pane(theme)
-        self._failed = new_table(theme, _COLUMNS, pagination="local", page_size=20)
+        self._failed = new_table(theme, _COLUMNS, max_height=560)
         failed = pn.Column(self._none, self._failed, sizing_mode="stretch_width", margin=0)
         self.cards = [
             Card("Batch jobs", self._jobs, "full"),

@@ -19,7 +19,7 @@ from daskserve.core.slo import SLO
 from daskserve.errors import ClusterError
 from daskserve.observe import Observation, Snapshot, Window
 from daskserve.observe.observation import RecordingReader
-from daskserve.service.names import OBSERVE
+from daskserve.service.names import NOTE_DASHBOARD, OBSERVE
 
 INTERVAL_S = 1.0
 KEY_VARIABLE = "DASKSERVE_API_KEY"
@@ -32,6 +32,8 @@ class Source(Protocol):
 
     name: str
     """For the head of every page."""
+    url: str
+    """Where the pages are served, once they are; sources may pass it on."""
     is_live: bool
     """What it tells has just happened."""
 
@@ -55,6 +57,7 @@ class Watched:
 
     def __init__(self, name: str, slo: SLO | None, window_s: float) -> None:
         self.name = name
+        self.url = ""
         self._slo, self._window_s = slo, window_s
 
     async def look(self, cursor: int, num_decisions: int) -> dict[str, Any]:
@@ -85,6 +88,7 @@ class SchedulerSource(Watched):
     def __init__(self, address: str, slo: SLO | None, window_s: float) -> None:
         super().__init__(address, slo, window_s)
         self._rpc: Any = None
+        self._told_url = ""
 
     async def look(self, cursor: int, num_decisions: int) -> dict[str, Any]:
         if self._rpc is None:
@@ -92,9 +96,12 @@ class SchedulerSource(Watched):
             self._rpc = rpc(self.name, connection_args=args, timeout=_TIMEOUT_S)
         try:
             async with asyncio.timeout(_TIMEOUT_S):
+                if self._told_url != self.url:
+                    await getattr(self._rpc, NOTE_DASHBOARD)(url=self.url)
+                    self._told_url = self.url
                 return await getattr(self._rpc, OBSERVE)(cursor=cursor, num_decisions=num_decisions)
         except BaseException as error:
-            connection, self._rpc = self._rpc, None
+            connection, self._rpc, self._told_url = self._rpc, None, ""
             await connection.close_rpc()
             if isinstance(error, TimeoutError):  # so Dask treats messages that nobody handles
                 raise ClusterError("no answer; is there a service on this scheduler?") from None
@@ -143,7 +150,7 @@ class RecordedSource:
     is_live = False
 
     def __init__(self, path: Path) -> None:
-        self.name = path.name
+        self.name, self.url = path.name, ""
         self._path = path
         RecordingReader(path).close()  # a wrong file is refused before anything listens
 
@@ -156,3 +163,14 @@ class RecordedSource:
                 await asyncio.sleep(_FOLLOW_S)
         finally:
             reader.close()
+
+
+class NoSource:
+    """For planning alone: there is no service to watch."""
+
+    name, url = "no service", ""
+    is_live = False
+
+    async def observations(self) -> AsyncIterator[Observation]:
+        return
+        yield

@@ -85,10 +85,14 @@ def _css(theme: Theme) -> str:
       background-color: {theme.card} !important; color: {theme.text}; border-color: {theme.line};
       font-family: {FONT}; font-size: 13px;
     }}
-    .tabulator .tabulator-header, .tabulator-row {{ border-bottom: 1px solid {theme.line}; }}
-    .tabulator .tabulator-header .tabulator-col {{ color: {theme.muted}; font-weight: 500;
-      border-right: none; }}
-    .tabulator-row .tabulator-cell {{ border-right: none; padding: 6px 8px; }}
+    .tabulator, .tabulator .tabulator-header, .tabulator .tabulator-header .tabulator-col,
+    .tabulator-row, .tabulator-row .tabulator-cell {{ border: none !important; }}
+    .tabulator .tabulator-header, .tabulator-row {{
+      border-bottom: 1px solid {theme.line} !important; }}
+    .tabulator .tabulator-header .tabulator-col {{ color: {theme.muted}; font-weight: 500; }}
+    .tabulator-row .tabulator-cell {{ padding: 6px 8px; }}
+    .tabulator .tabulator-footer, .tabulator .tabulator-footer .tabulator-page {{
+      color: {theme.text}; background: {theme.card}; border-color: {theme.line}; }}
     .tabulator-row.tabulator-selectable:hover, .tabulator-row.tabulator-selected,
     .tabulator-row.tabulator-selected:hover {{
       background-color: {theme.line} !important; color: {theme.text}; cursor: pointer;

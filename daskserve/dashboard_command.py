@@ -64,6 +64,7 @@ def dashboard_command(recording: str | None, **given: Any) -> None:
       daskserve dashboard --scheduler tcp://127.0.0.1:8786
       daskserve dashboard --server http://127.0.0.1:8000 --record day.jsonl
       daskserve dashboard day.jsonl
+      daskserve dashboard                 planning alone
 
     Only this machine can connect unless --host and --allow-origin say otherwise; there is no
     password, so put a proxy with one in front. --slo-ttft and --slo-tpot stand in for the
@@ -84,25 +85,30 @@ def dashboard_command(recording: str | None, **given: Any) -> None:
 
     def started(server: Any) -> None:
         host = f"[{options.host}]" if ":" in options.host else options.host
-        click.echo(f"dashboard on http://{host}:{server.port}/", err=True)
+        source.url = f"http://{host}:{server.port}/"
+        click.echo(f"dashboard on {source.url}", err=True)
 
     serve(Dashboard(Feed(source, recorder), options), started)
 
 
 def _source(recording: str | None, given: dict[str, Any], slo: SLO | None) -> Source:
-    from daskserve.dashboards.sources import RecordedSource, SchedulerSource, ServerSource
+    from daskserve.dashboards.sources import (
+        NoSource,
+        RecordedSource,
+        SchedulerSource,
+        ServerSource,
+    )
 
     ways = {"FILE": recording, "--scheduler": given["scheduler"], "--server": given["server"]}
     named = [name for name, value in ways.items() if value]
-    if len(named) != 1:
-        found = " and ".join(named) or "none of them"
-        raise ConfigError(f"give one of {', '.join(ways)}; {found} was given")
-    if recording:
+    if len(named) > 1:
+        raise ConfigError(f"give one of {', '.join(ways)}, not {' and '.join(named)}")
+    if not given["scheduler"] and not given["server"]:
         for name in ("record", "slo_ttft"):
             if given[name]:
                 flag = f"--{name.replace('_', '-')}"
-                raise ConfigError(f"{flag} is for a live service, not for a recording")
-        return RecordedSource(Path(recording))
+                raise ConfigError(f"{flag} is for a live service: give --scheduler or --server")
+        return RecordedSource(Path(recording)) if recording else NoSource()
     if given["scheduler"]:
         return SchedulerSource(given["scheduler"], slo, given["window"])
     return ServerSource(given["server"], slo, given["window"])

@@ -74,6 +74,14 @@ from daskserve.core.instance import EngineConfig
     metavar="SECONDS",
     help="An answer that takes longer is given up  [default: 600]",
 )
+@click.option("--dashboard", is_flag=True, help="Live views on 127.0.0.1, see daskserve dashboard.")
+@click.option(
+    "--dashboard-port",
+    type=click.IntRange(0, 65535),
+    default=5006,
+    show_default=True,
+    help="With --dashboard; 0 takes a free one.",
+)
 def serve_command(host: str, port: int, **given: Any) -> None:
     """Serve OpenAI's API over HTTP: completions, chat completions, batches.
 
@@ -83,12 +91,15 @@ def serve_command(host: str, port: int, **given: Any) -> None:
 
     Only this machine can connect unless --host says otherwise, which needs TLS and API keys.
     """
+    from daskserve.dashboard_process import check_installed, dashboard_beside
     from daskserve.server.app import ServerOptions
     from daskserve.server.gate import LOOPBACK_NAMES
     from daskserve.server.keys import load_keys
     from daskserve.server.run import Address, run_server
 
     check_placement(given)
+    if given["dashboard"]:
+        check_installed()
     replan = replan_of(given)
     config = EngineConfig(model=given["model"], dtype=given["dtype"])
     address = Address(host, port, given["tls_cert"], given["tls_key"])
@@ -113,7 +124,8 @@ def serve_command(host: str, port: int, **given: Any) -> None:
     service = open_service(
         config, given, slo_of(given), asynchronous=True, flippable=replan is not None
     )
-    run_server(service, options, address)
+    with dashboard_beside(given["dashboard_port"] if given["dashboard"] else None) as beside:
+        run_server(service, options, address, beside)
 
 
 def served_name(model: str) -> str:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from daskserve.batch.folder import JobFolder, is_same_file
+from daskserve.batch.job_report import JobReport
 from daskserve.batch.lines import Row
 from daskserve.batch.manifest import Manifest, fingerprint
 from daskserve.batch.outcome import Outcome
@@ -160,9 +161,15 @@ class BatchJob:
         self._window = Window(service, size, limits.max_attempts, limits.stall_timeout_s)
         view = ProgressView(self._tally, self.num_rows, limits.progress_interval_s, show_progress)
         started_at = time.monotonic()
+        report = JobReport(service, self._folder.output.name, self._tally, self.num_rows)
         with contextlib.closing(self._writer), contextlib.closing(self._window), view:
-            self._answer(service, view, on_tick)
-            self._writer.finish()
+            try:
+                self._answer(service, view, report, on_tick)
+                self._writer.finish()
+            except BaseException:
+                report.update("stopped")
+                raise
+        report.update("done")
         return self._complete(time.monotonic() - started_at, self._window.num_retries)
 
     def abandon(self, code: str, message: str) -> BatchSummary:
@@ -192,7 +199,11 @@ class BatchJob:
         return summary
 
     def _answer(
-        self, service: Service, view: ProgressView, on_tick: Callable[[Tally], None]
+        self,
+        service: Service,
+        view: ProgressView,
+        report: JobReport,
+        on_tick: Callable[[Tally], None],
     ) -> None:
         digest = hashlib.sha256()
         rows = self._file.rows(self._found.form, digest)
@@ -203,6 +214,7 @@ class BatchJob:
                 self._settle(finished)
             self._fill(service, todo)
             view.update()
+            report.update()
             on_tick(self._tally)
         self._write_lost()
         if digest.hexdigest() != self._found.sha256:

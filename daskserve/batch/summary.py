@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from daskserve.batch.outcome import Outcome
 from daskserve.batch.stats import LatencyHistogram
 from daskserve.core.slo import SLO
+from daskserve.observe.jobs import MAX_FAILED_ROWS
 
 STAGES = ("prefill_queue_s", "prefill_s", "kv_transfer_s", "decode_queue_s", "decode_s")
 SHARES = (0.5, 0.9, 0.99)
@@ -26,6 +28,7 @@ class Tally:
         self.ttft, self.tpot = LatencyHistogram(), LatencyHistogram()
         self.stage_sums_s = dict.fromkeys(STAGES, 0.0)
         self.failures: list[str] = []
+        self.latest_failures: deque[Outcome] = deque(maxlen=MAX_FAILED_ROWS)
 
     @property
     def num_rows(self) -> int:
@@ -45,6 +48,7 @@ class Tally:
         """True when the row succeeded within the SLO."""
         if outcome.failed:
             self.num_failed += 1
+            self.latest_failures.append(outcome)
             if len(self.failures) < MAX_REASONS:
                 self.failures.append(f"{outcome.custom_id}: {outcome.message}")
             return False

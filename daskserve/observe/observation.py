@@ -3,7 +3,8 @@
 A recording holds JSON lines. The first is ``{"recording": "daskserve", "version": 1}``; each
 further one an `Observation`: a ``sample`` (see `daskserve.observe.sample.Sample`), and where there
 are any ``jobs`` (`daskserve.observe.jobs.JobProgress`) and ``decisions`` (of the replanner, as in
-its journal) that are new or have changed since the line before.
+its journal) that are new or have changed since the line before, and a ``plan``
+(`daskserve.planner.plan_record.PlanRecord`) that somebody has made meanwhile.
 """
 
 from __future__ import annotations
@@ -25,11 +26,12 @@ _HEADER = {"recording": "daskserve", "version": 1}
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """One row, and what is new of jobs and decisions."""
+    """One row, and what is new of jobs, decisions and plans."""
 
     sample: Sample
     jobs: tuple[JobProgress, ...] = ()
     decisions: tuple[dict[str, Any], ...] = ()
+    plan: dict[str, Any] | None = None
 
     def to_record(self) -> dict[str, Any]:
         """Plain values for JSON."""
@@ -38,6 +40,8 @@ class Observation:
             record["jobs"] = [job.to_record() for job in self.jobs]
         if self.decisions:
             record["decisions"] = list(self.decisions)
+        if self.plan is not None:
+            record["plan"] = self.plan
         return record
 
     @classmethod
@@ -47,6 +51,7 @@ class Observation:
             Sample.from_record(record["sample"]),
             tuple(map(JobProgress.from_record, record.get("jobs", ()))),
             tuple(record.get("decisions", ())),
+            record.get("plan"),
         )
 
 

@@ -98,6 +98,7 @@ class Frontend:
                 Route("/health", health.health, methods=["GET"]),
                 Route("/ready", health.ready, methods=["GET"]),
                 Route("/metrics", health.metrics, methods=["GET"]),
+                Route("/snapshot", health.snapshot, methods=["GET"]),
                 Route("/v1/models", models.list, methods=["GET"]),
                 Route("/v1/models/{model:path}", models.retrieve, methods=["GET"]),
                 Route("/v1/completions", completions, methods=["POST"]),

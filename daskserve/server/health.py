@@ -11,7 +11,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from daskserve.core.instance import InstanceLoad, Role
+from daskserve.observe import Snapshot
 from daskserve.server.admission import Admission
+from daskserve.server.errors import Refusal
 from daskserve.server.metrics import Metrics
 from daskserve.server.shapes import JSON
 from daskserve.service import Service
@@ -67,6 +69,19 @@ class Health:
         text = generate_latest(self._metrics.registry)
         return Response(text, headers={"content-type": CONTENT_TYPE_LATEST})
 
+    async def snapshot(self, request: Request) -> Response:
+        """What `daskserve dashboard` reads, see `daskserve.observe.Snapshot`."""
+        if not self._admission.is_open:
+            raise Refusal(503, "the model is being loaded", code="not_ready")
+        cursors = [_count(request, name) for name in ("cursor", "num_decisions")]
+        try:
+            async with asyncio.timeout(_LOOK_TIMEOUT_S):
+                snapshot: Snapshot = await self._service.observe(*cursors)
+        except Exception as error:
+            logger.warning("no snapshot from the scheduler: %s", type(error).__name__)
+            raise Refusal(503, "the scheduler does not answer", code="not_ready") from None
+        return JSON(snapshot.to_record())
+
     async def _status(self) -> dict[str, Any] | None:
         try:
             async with asyncio.timeout(_LOOK_TIMEOUT_S):
@@ -83,3 +98,10 @@ class Health:
         except Exception as error:
             logger.warning("no counters from the instances: %s", type(error).__name__)
             return {}, {}
+
+
+def _count(request: Request, name: str) -> int:
+    text = request.query_params.get(name, "0")
+    if not (text.isascii() and text.isdigit() and len(text) < 18):
+        raise Refusal(400, f"{name} must be a whole number of at least 0", name, "invalid_value")
+    return int(text)

@@ -56,7 +56,12 @@ class Address:
         return self.host in LOOPBACK_NAMES
 
 
-def run_server(service: Service, options: ServerOptions, address: Address) -> None:
+def run_server(
+    service: Service,
+    options: ServerOptions,
+    address: Address,
+    on_loaded: Callable[[Service], None] = lambda service: None,
+) -> None:
     """Serve until SIGINT or SIGTERM; answers in flight are given a moment to end.
 
     Raises
@@ -74,7 +79,7 @@ def run_server(service: Service, options: ServerOptions, address: Address) -> No
     host, port = listener.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
     print(f"listening on {scheme}://{shown}:{port}/v1, loading {options.model}", file=sys.stderr)
-    asyncio.run(serve(service, options, listener, address))
+    asyncio.run(serve(service, options, listener, address, on_loaded=on_loaded))
 
 
 async def serve(
@@ -83,6 +88,7 @@ async def serve(
     listener: socket.socket,
     address: Address = Address(),
     on_start: Callable[[uvicorn.Server], None] = lambda server: None,
+    on_loaded: Callable[[Service], None] = lambda service: None,
 ) -> None:
     """Answer at once, with 503 until the model is loaded, until a signal or ``should_exit``.
 
@@ -113,6 +119,7 @@ async def serve(
                 opening.cancel()
             else:
                 print(f"{options.model} is loaded and served", file=sys.stderr)
+                on_loaded(service)
             await asyncio.wait({opening, serving})
     finally:
         await frontend.close()

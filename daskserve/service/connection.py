@@ -16,7 +16,7 @@ from daskserve.config import ServiceSettings
 from daskserve.core.instance import EngineConfig, InstanceInfo, InstanceLoad, Role
 from daskserve.core.slo import SLO
 from daskserve.errors import ClusterError, ModelError
-from daskserve.observe import Snapshot
+from daskserve.observe import JobProgress, Snapshot
 from daskserve.service.clock import clock_offset_s
 from daskserve.service.dispatch import DispatchPlugin
 from daskserve.service.instance_plugin import InstancePlugin, config_id
@@ -31,6 +31,7 @@ from daskserve.service.names import (
     KV_PULLED,
     LOAD,
     NOTE_DECISION,
+    NOTE_JOB,
     OBSERVE,
     RESUME,
     STATUS,
@@ -149,10 +150,19 @@ class Connection:
         self.check()
         await self._rpc(RESUME, instance=instance)
 
-    async def observe(self, cursor: int = 0) -> Snapshot:
+    async def observe(self, cursor: int = 0, num_decisions: int = 0) -> Snapshot:
         """What the scheduler knows of instances and finished requests (ClusterError)."""
         self.check()
-        return Snapshot.from_record(await self._rpc(OBSERVE, cursor=cursor))
+        record = await self._rpc(OBSERVE, cursor=cursor, num_decisions=num_decisions)
+        return Snapshot.from_record(record)
+
+    async def note_job(self, job: JobProgress) -> None:
+        """Tell those who watch how far a batch job is; no job fails because nobody heard."""
+        try:
+            self.check()
+            await self._rpc(NOTE_JOB, job=job.to_record())
+        except Exception as error:
+            logger.debug("the progress of %s was not told: %r", job.name, error)
 
     async def note_decision(self, decision: dict[str, Any]) -> None:
         """Tell those who watch of a decision of the replanner, as its `to_json` has it."""

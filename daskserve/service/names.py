@@ -23,6 +23,7 @@ FLIP = "daskserve_flip"
 RESUME = "daskserve_resume"
 OBSERVE = "daskserve_observe"
 NOTE_JOB = "daskserve_note_job"
+NOTE_DASHBOARD = "daskserve_note_dashboard"
 NOTE_DECISION = "daskserve_note_decision"
 
 OPEN_GROUP = "daskserve_open_group"

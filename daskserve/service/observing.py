@@ -14,6 +14,7 @@ from distributed import Scheduler
 from daskserve.core.instance import InstanceLoad, Role
 from daskserve.core.slo import SLO
 from daskserve.observe import Finished, InstanceFigures, JobProgress, Place, Snapshot
+from daskserve.service.dask_link import DaskLink
 from daskserve.service.dispatch_state import DispatchState
 from daskserve.service.names import FIGURES, NOTE_DECISION, NOTE_JOB, OBSERVE, roles_of
 
@@ -53,6 +54,7 @@ class Observations:
         self._num_finished = self._num_failed = 0
         self._jobs: dict[str, tuple[float, JobProgress]] = {}
         self._slos: dict[str, SLO] = {}
+        self._link = DaskLink(scheduler)
         self._decisions: deque[dict[str, Any]] = deque(maxlen=_MOST_DECISIONS)
         self._num_decisions = 0
 
@@ -63,11 +65,13 @@ class Observations:
             NOTE_DECISION: self._note_decision,
         }
         self._scheduler.stream_handlers[FIGURES] = self._on_figures
+        self._link.start()
 
     def stop(self) -> None:
         # The stream handler stays: a late message would otherwise cut a worker off.
         for name in (OBSERVE, NOTE_JOB, NOTE_DECISION):
             self._scheduler.handlers.pop(name, None)
+        self._link.stop()
 
     def attached(self, service: str, slo: dict[str, float] | None) -> None:
         """A service has come; the SLO of the last one that has any is shown."""

@@ -19,6 +19,7 @@ from daskserve.core.request import Request
 from daskserve.core.slo import SLO
 from daskserve.errors import ClusterError, ConfigError
 from daskserve.models.catalog import resolve
+from daskserve.observe import JobProgress
 from daskserve.service.connection import AddressedInstance, Connection
 from daskserve.service.control import InstanceControl
 from daskserve.service.graph import submit_graph
@@ -252,13 +253,17 @@ class Service(InstanceControl):
         """
         return self.client.sync(self._connection.refresh)
 
-    def observe(self, cursor: int = 0) -> Any:
+    def observe(self, cursor: int = 0, num_decisions: int = 0) -> Any:
         """A `daskserve.observe.Snapshot`: instances, queues, and what was finished of late.
 
-        With the ``cursor`` of the last snapshot only what was finished since. Instances tell
-        once a second; nothing asks them.
+        With the ``cursor`` and ``num_decisions`` of the last snapshot only what is new since.
+        Instances tell once a second; nothing asks them.
         """
-        return self.client.sync(self._connection.observe, cursor)
+        return self.client.sync(self._connection.observe, cursor, num_decisions)
+
+    def note_job(self, job: JobProgress) -> None:
+        """Show whoever watches how far a batch job is; returns at once. Any thread."""
+        self.client.loop.add_callback(self._connection.note_job, job)
 
     def close(self) -> Any:
         """Cancel what is in flight and leave; an own cluster stops."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -21,7 +22,7 @@ DECODE_MARGIN = 1.15
 """How far the formulas may be below the simulator; tests hold them to it."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Demand:
     """Lengths and limits of a sample of requests.
 
@@ -54,17 +55,17 @@ class Demand:
         prompt, output = prompt[rows].astype(np.float64), output[rows].astype(np.float64)
         return cls(prompt, output, index[rows], slo, most_tokens)
 
-    @property
+    @cached_property
     def steps(self) -> np.ndarray:
         """Decode steps of each request."""
         return np.maximum(self.output - 1.0, 0.0)
 
-    @property
+    @cached_property
     def attainment(self) -> float:
         """The highest target of all classes."""
         return float(self.slo.attainment.max())
 
-    @property
+    @cached_property
     def pace_s(self) -> float:
         """TPOT that batches must keep: all classes share them, so the tightest limit counts.
 
@@ -77,7 +78,7 @@ class Demand:
         counts = decodes > 1.0 - self.slo.attainment
         return float(self.slo.tpot_s[counts].min() if counts.any() else self.slo.tpot_s.max())
 
-    @property
+    @cached_property
     def mean_context(self) -> float:
         """Tokens of context of a request in decode, averaged over its steps."""
         steps = self.steps

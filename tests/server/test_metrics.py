@@ -6,6 +6,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from daskserve import SLO
+from daskserve.observe import Snapshot
 
 TEXT = {"model": "mock", "prompt": "hi", "max_tokens": 4}
 
@@ -118,3 +119,15 @@ def test_pulled_kv_is_counted_by_rank_and_place(judged):
     assert total(after, "pulls", "true") == total(before, "pulls", "true") + 1
     assert total(after, "pulled_bytes", "true") > total(before, "pulled_bytes", "true")
     assert total(after, "pulled_bytes", "false") == 0
+
+
+def test_the_snapshot_for_dashboards(judged, eventually):
+    client = judged.client()
+    with judged.http() as http:
+        cursor = http.get("/snapshot").json()["cursor"]
+        client.completions.create(**TEXT)
+        eventually(lambda: http.get("/snapshot").json()["cursor"] > cursor, timeout_s=5.0)
+        snapshot = Snapshot.from_record(http.get("/snapshot", params={"cursor": cursor}).json())
+        assert [one.output_tokens for one in snapshot.finished] == [4]
+        assert snapshot.slo == SLO(30, 30) and snapshot.model == "mock"
+        assert http.get("/snapshot", params={"cursor": "-1"}).status_code == 400

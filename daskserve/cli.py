@@ -27,6 +27,8 @@ from daskserve.command_options import (
 from daskserve.core.instance import EngineConfig
 from daskserve.core.params import SamplingParams
 from daskserve.dashboard_command import dashboard_command
+from daskserve.deploy_command import deploy_command
+from daskserve.doctor_command import doctor_command
 from daskserve.errors import DaskserveError
 from daskserve.models import DEFAULT_MODEL
 from daskserve.plan_commands import plan_command, simulate_command
@@ -211,6 +213,8 @@ main.add_command(calibrate_command)
 main.add_command(plan_command)
 main.add_command(simulate_command)
 main.add_command(dashboard_command)
+main.add_command(deploy_command)
+main.add_command(doctor_command)
 
 if __name__ == "__main__":
     main()

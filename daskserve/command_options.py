@@ -53,7 +53,8 @@ placement_options = options(
     click.option(
         "--placement",
         metavar="FILE",
-        help="Start what this file of daskserve plan says, on this machine.",
+        help="Start what this file of daskserve plan says, on this machine; with --scheduler, "
+        "wait until its workers are what it says.",
     ),
     click.option("--prefill", type=click.IntRange(1), help="Prefill instances  [default: 1]"),
     click.option("--decode", type=click.IntRange(1), help="Decode instances  [default: 1]"),
@@ -65,8 +66,8 @@ placement_options = options(
     click.option(
         "--scheduler",
         metavar="ADDRESS",
-        help="Use this Dask scheduler (tcp://host:port); its workers carry the resources "
-        "PREFILL and DECODE, or COLOCATED.",
+        help="Use this Dask scheduler (tcp://host:port, or a scheduler file); its workers carry "
+        "the resources PREFILL and DECODE, or COLOCATED.",
     ),
     click.option(
         "--protocol",
@@ -143,12 +144,16 @@ def slo_of(given: dict[str, Any]) -> SLO | None:
     return SLO(ttft_s=limits["TTFT"], tpot_s=limits["TPOT"])
 
 
+def say(line: str) -> None:
+    """For whoever waits at a terminal; standard output is for results."""
+    click.echo(line, err=True)
+
+
 def check_placement(given: dict[str, Any]) -> None:
     """Options that contradict each other are refused before anything starts (ConfigError)."""
     own = [f"--{name}" for name in ("prefill", "decode", "colocated") if given[name]]
-    if given["placement"] and (own or given["scheduler"]):
-        others = ", ".join([*own, *(["--scheduler"] if given["scheduler"] else [])])
-        raise ConfigError(f"--placement says what to start; leave out {others}")
+    if given["placement"] and own:
+        raise ConfigError(f"--placement says what to start; leave out {', '.join(own)}")
     if given["scheduler"] and given["protocol"]:
         raise ConfigError(
             f"--protocol: that of {given['scheduler']} is in its address; leave it out"
@@ -170,15 +175,21 @@ def open_service(
     flippable: bool = False,
 ) -> Service:
     """The service that the options ask for; ``flippable`` as of `Service.local`."""
-    from daskserve.placed import engine_of, shapes_of
+    from daskserve.placed import check_roles, engines_of, shapes_of
     from daskserve.planner.placement_file import read_placement
-    from daskserve.service import Service
+    from daskserve.service import Expected, Service
 
+    placement = read_placement(given["placement"]) if given["placement"] else None
+    configs = {} if placement is None else engines_of(placement, config)
     if given["scheduler"]:
-        return Service.attach(given["scheduler"], config, slo=slo, asynchronous=asynchronous)
-    if given["placement"]:
-        placement = read_placement(given["placement"])
-        instances, config = shapes_of(placement), engine_of(placement, config)
+        if placement is not None:
+            check_roles(placement)
+        expected = Expected(configs, placement, say)
+        return Service.attach(
+            given["scheduler"], config, slo=slo, asynchronous=asynchronous, expected=expected
+        )
+    if placement is not None:
+        instances = shapes_of(placement)
     elif given["colocated"]:
         instances = {"prefill": 0, "decode": 0, "colocated": given["colocated"]}
     else:
@@ -190,4 +201,5 @@ def open_service(
         slo=slo,
         asynchronous=asynchronous,
         flippable=flippable,
+        configs=configs,
     )

@@ -67,6 +67,9 @@ class RankSettings(_Section):
     number: int = Field(ge=0)
     tensor_parallel: int = Field(ge=1)
     pipeline_parallel: int = Field(ge=1)
+    node: int | None = Field(default=None, ge=0)
+    gpu: int | None = Field(default=None, ge=0)
+    host: str | None = None
 
     @model_validator(mode="after")
     def _check(self) -> RankSettings:
@@ -75,6 +78,23 @@ class RankSettings(_Section):
             raise ValueError(f"number={self.number} must be below {count}, the number of ranks")
         if self.instance is None and count > 1:
             raise ValueError("instance must name which instance the rank is of")
+        return self
+
+
+class DrainSettings(_Section):
+    """``daskserve.drain``: when and how a worker leaves before its time is over."""
+
+    ends_at: float | None = Field(gt=0, allow_inf_nan=False)
+    margin_s: float = Field(gt=0, allow_inf_nan=False)
+    hand_over_s: float = Field(ge=0, allow_inf_nan=False)
+    on_signals: bool
+
+    @model_validator(mode="after")
+    def _check(self) -> DrainSettings:
+        if self.hand_over_s >= self.margin_s:
+            raise ValueError(
+                f"hand-over-s={self.hand_over_s:g} must be below margin-s={self.margin_s:g}"
+            )
         return self
 
 
@@ -108,6 +128,7 @@ class Settings(_Section):
     batch: BatchSettings
     service: ServiceSettings
     rank: RankSettings
+    drain: DrainSettings
     serve: ServeSettings
 
 

@@ -1,4 +1,4 @@
-"""A placement file as instances on this machine: their roles and shapes, and their engine."""
+"""A placement file as instances of a service: roles, shapes, names, and the engine of each."""
 
 from __future__ import annotations
 
@@ -20,48 +20,34 @@ def shapes_of(placement: Placement) -> dict[str, list[Parallelism]]:
     if placement.num_nodes > 1:
         raise ConfigError(
             f"the placement spans {placement.num_nodes} nodes, this command starts instances on "
-            "one: start the workers there and give --scheduler"
+            "one: start the workers there with what daskserve deploy writes, and give --scheduler"
         )
-    shapes = {role.value.lower(): [i.parallelism for i in placement.of_role(role)] for role in Role}
-    if shapes["colocated"] and shapes["prefill"]:
+    check_roles(placement)
+    return {role.value.lower(): [i.parallelism for i in placement.of_role(role)] for role in Role}
+
+
+def check_roles(placement: Placement) -> None:
+    """A service works with colocated instances or with the others, not with both (ConfigError)."""
+    if placement.num_instances(Role.COLOCATED) and placement.num_instances(Role.PREFILL):
         raise ConfigError("the placement mixes COLOCATED with PREFILL and DECODE instances")
-    return shapes
 
 
-def engine_of(placement: Placement, config: EngineConfig) -> EngineConfig:
-    """The engine with the limits that the placement was planned with (ConfigError).
-
-    All instances share one configuration here, so those of one role must not differ; of the KV
-    capacities the smallest counts. A batch is as many micro-batches as there are stages.
-    """
-    has_colocated = placement.num_instances(Role.COLOCATED) > 0
-    first = placement.of_role(Role.COLOCATED if has_colocated else Role.PREFILL)
-    last = placement.of_role(Role.COLOCATED if has_colocated else Role.DECODE)
-    capacities = [i.kv_capacity_tokens for i in placement.instances if i.kv_capacity_tokens]
-    planned = {
-        "prefill_budget_tokens": _same("prefill_budget_tokens", first),
-        "max_batch_size": _batch_size(last),
-        "chunk_tokens": _same("chunk_tokens", first),
-        "num_kv_blocks": max(1, min(capacities) // config.block_size) if capacities else None,
+def engines_of(placement: Placement, config: EngineConfig) -> dict[str, EngineConfig]:
+    """By name the engine of every instance, with the limits that it was planned with."""
+    return {
+        name: _engine_of(instance, config)
+        for name, instance in zip(placement.names, placement.instances, strict=True)
     }
+
+
+def _engine_of(instance: InstancePlacement, config: EngineConfig) -> EngineConfig:
+    """A batch is as many micro-batches, whose size is planned, as there are stages."""
+    capacity, batch = instance.kv_capacity_tokens, instance.max_batch_size
+    planned = {
+        "prefill_budget_tokens": instance.prefill_budget_tokens,
+        "chunk_tokens": instance.chunk_tokens,
+        "num_kv_blocks": max(1, capacity // config.block_size) if capacity else None,
+    }
+    if instance.role is not Role.PREFILL:
+        planned["max_batch_size"] = batch * instance.parallelism.pp if batch else None
     return replace(config, **{name: value for name, value in planned.items() if value})
-
-
-def _same(name: str, instances: tuple[InstancePlacement, ...]) -> int | None:
-    return _one(name, instances, {getattr(instance, name) for instance in instances})
-
-
-def _batch_size(instances: tuple[InstancePlacement, ...]) -> int | None:
-    """Planned is the size of a micro-batch, of which a step has one per stage."""
-    sizes = ((i.max_batch_size, i.parallelism.pp) for i in instances)
-    return _one("max_batch_size", instances, {size and size * pp for size, pp in sizes})
-
-
-def _one(
-    name: str, instances: tuple[InstancePlacement, ...], values: set[int | None]
-) -> int | None:
-    if len(values) > 1:
-        role = instances[0].role.value
-        shown = ", ".join(str(value) for value in sorted(values, key=str))
-        raise ConfigError(f"{name} differs between {role} instances ({shown}); make it one value")
-    return next(iter(values), None)

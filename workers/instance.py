@@ -19,6 +19,8 @@ from daskserve.core.kv import KVHandle
 from daskserve.core.request import Completion, Prefilled, Request, TokenDelta
 from daskserve.core.shards import Shard
 from daskserve.errors import DaskserveError, InstanceLost
+from daskserve.models.catalog import resolve
+from daskserve.models.identity import fingerprint
 from daskserve.workers.engine import Engine, Event, Reserved
 from daskserve.workers.engine_thread import EngineThread
 from daskserve.workers.loading import LoadModel, build_engine, load_model
@@ -61,6 +63,7 @@ class Instance:
         name = f"{role.value.lower()} engine"
         self._thread = EngineThread(name, self._on_events, self._on_death)
         self._engine: Engine | None = None
+        self._model_digest = ""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._lost = ""  # why the instance takes no more requests
         self.on_outcome: OnOutcome = lambda outcome: None
@@ -71,6 +74,7 @@ class Instance:
         self._engine = self._thread.start(
             lambda: build_engine(self.role, self.config, self._load_model)
         )
+        self._model_digest = fingerprint(resolve(self.config.model))
 
     @property
     def engine(self) -> Engine:
@@ -90,6 +94,7 @@ class Instance:
             num_kv_blocks=engine.pool.num_blocks,
             max_batch_size=self.config.max_batch_size,
             kv_layout=engine.kv_layout,
+            model_digest=self._model_digest,
         )
 
     def load(self) -> InstanceLoad:

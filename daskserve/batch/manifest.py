@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import orjson
-
-_SAMPLES = 16
-_SAMPLE_BYTES = 2**16
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +17,7 @@ class Manifest:
     input_sha256, num_rows
         Of the input file, or of the rows of a table in their order.
     model, model_sha256, dtype
-        What answers the rows; see `fingerprint`.
+        What answers the rows; see `daskserve.models.identity`.
     parameters
         The job's default sampling parameters.
     output_format
@@ -55,21 +50,3 @@ def _flat(record: dict[str, Any]) -> dict[str, Any]:
     flat = orjson.loads(orjson.dumps(record))  # tuples as they come back from the file
     parameters = flat.pop("parameters")
     return {**flat, **parameters}
-
-
-def fingerprint(model_dir: Path) -> str:
-    """Hash of a model: its JSON files whole, its weights by size and evenly spread samples.
-
-    Quick, and it tells one training run's weights from another's.
-    """
-    digest = hashlib.sha256()
-    for path in sorted(model_dir.glob("*.json")):
-        digest.update(path.name.encode() + path.read_bytes())
-    for path in sorted(model_dir.glob("*.safetensors")):
-        size = path.stat().st_size
-        digest.update(f"{path.name} {size}".encode())
-        with path.open("rb") as file:
-            for index in range(_SAMPLES):
-                file.seek(index * size // _SAMPLES)
-                digest.update(file.read(_SAMPLE_BYTES))
-    return digest.hexdigest()

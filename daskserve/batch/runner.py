@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from daskserve.batch.folder import JobFolder, is_same_file
 from daskserve.batch.job_report import JobReport
 from daskserve.batch.lines import Row
-from daskserve.batch.manifest import Manifest, fingerprint
+from daskserve.batch.manifest import Manifest
 from daskserve.batch.outcome import Outcome
 from daskserve.batch.progress import ProgressView
 from daskserve.batch.prompts import prompt_of
@@ -30,6 +30,7 @@ from daskserve.core.request import Completion
 from daskserve.core.slo import SLO
 from daskserve.errors import BatchError, DaskserveError, RequestError
 from daskserve.models import resolve
+from daskserve.models.identity import fingerprint
 
 if TYPE_CHECKING:
     from daskserve.service import Service

@@ -106,6 +106,8 @@ class InstanceInfo:
     max_batch_size: int
     kv_layout: str
     """Fingerprint of model, dtype, block size and shape: only equal ones may exchange KV."""
+    model_digest: str = ""
+    """Of configuration and weights, see `daskserve.models.identity`."""
 
 
 @dataclass(frozen=True, slots=True)

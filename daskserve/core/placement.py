@@ -121,6 +121,16 @@ class Placement:
                 "instances", roles, "must hold both or neither of PREFILL, DECODE"
             )
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of each instance; its ranks find each other by it.
+
+        Numbered through, prefill instances first: ``prefill-0``, ``prefill-1``, ``decode-2``.
+        """
+        order = sorted(self.instances, key=lambda instance: list(Role).index(instance.role))
+        names = {id(one): f"{one.role.value.lower()}-{i}" for i, one in enumerate(order)}
+        return tuple(names[id(instance)] for instance in self.instances)
+
     def num_instances(self, role: Role) -> int:
         return sum(instance.role is role for instance in self.instances)
 

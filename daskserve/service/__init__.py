@@ -1,5 +1,8 @@
 """Requests on a Dask cluster: prefill on one worker, decode on another.
 
+On a cluster that exists, what it runs and who is there is looked at first (`joining`,
+`agreement`, `presence`); instances that are to go are drained (`draining`, `leaving`).
+
 The life of a request here:
 
 1. `service.Service` tokenizes and checks it (`requests`) and sends two tasks (`graph`, `tasks`).
@@ -13,6 +16,7 @@ The life of a request here:
 5. The decode instance sends the tokens; the completion is the result of ``decode-<id>``.
 """
 
+from daskserve.service.joining import Expected
 from daskserve.service.service import Service
 
-__all__ = ["Service"]
+__all__ = ["Expected", "Service"]

@@ -20,6 +20,7 @@ from daskserve.observe import JobProgress, Snapshot
 from daskserve.service.clock import clock_offset_s
 from daskserve.service.dispatch import DispatchPlugin
 from daskserve.service.instance_plugin import InstancePlugin, config_id
+from daskserve.service.joining import Expected, await_placement, check_versions
 from daskserve.service.kv_counters import Pulled
 from daskserve.service.members import FAILED, READY
 from daskserve.service.names import (
@@ -40,6 +41,7 @@ from daskserve.service.names import (
 logger = logging.getLogger(__name__)
 
 _POLL_S = 0.05
+_SAY_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +68,8 @@ class Connection:
         Time limits.
     slo
         Limits that whoever watches the scheduler shows; None has none.
+    expected
+        Engines of single instances, and what must be there.
     """
 
     def __init__(
@@ -74,11 +78,13 @@ class Connection:
         config: EngineConfig,
         settings: ServiceSettings,
         slo: SLO | None = None,
+        expected: Expected | None = None,
     ) -> None:
         self._client = client
         self._config = config
         self._settings = settings
         self._slo = asdict(slo) if slo is not None else None
+        self._expected = expected or Expected()
         self._service_id = uuid4().hex
         self._is_attached = False
         self.clock_offset_s = 0.0
@@ -94,18 +100,22 @@ class Connection:
         Raises
         ------
         ClusterError
-            The client is closed, roles are missing, daskserve is not installed over there, or it
-            takes too long.
+            The client is closed, roles or ranks of the placement are missing, another version of
+            daskserve is over there, or it takes too long.
         ModelError
             An instance could not load its model.
         """
         if self._client.status != "running":
             raise ClusterError(f"the Dask client is {self._client.status}")
+        say, timeout_s = self._expected.say, self._settings.start_timeout_s
+        await check_versions(self._client, say)
+        if self._expected.placement is not None:
+            await await_placement(self._client, self._expected.placement, timeout_s, say)
         await self._install(DispatchPlugin(self._settings))
         await self._rpc(ATTACH, service=self._service_id, client=self._client.id, slo=self._slo)
         self._is_attached = True
         self.is_colocated = _is_colocated((await self._rpc(STATUS))["roles"])
-        await self._install(InstancePlugin(self._config, self._settings))
+        await self._install(InstancePlugin(self._config, self._settings, self._expected.configs))
         await self._wait_until_ready()
         self.clock_offset_s = await clock_offset_s(getattr(self._client.scheduler, CLOCK))
 
@@ -202,6 +212,7 @@ class Connection:
 
     async def _wait_until_ready(self) -> None:
         deadline = time.monotonic() + self._settings.start_timeout_s
+        say_at = time.monotonic() + _SAY_S
         while True:
             status = await self.refresh()
             self._check_reports(status["instances"])
@@ -209,6 +220,13 @@ class Connection:
             if not missing:
                 self._check_roles()
                 return
+            if time.monotonic() > say_at:
+                left_s = deadline - time.monotonic()
+                self._expected.say(
+                    f"waiting for the instances on {', '.join(sorted(missing))} to load, up to"
+                    f" {left_s:.0f} s"
+                )
+                say_at += _SAY_S
             if time.monotonic() > deadline:
                 raise ClusterError(
                     f"no instance on {', '.join(sorted(missing))} after"
@@ -233,10 +251,11 @@ class Connection:
                 raise ModelError(
                     f"{report['role']} instance on {report['address']}: {report['error']}"
                 )
-            if report["config_id"] != config_id(self._config):
+            config = self._expected.configs.get(report["instance"], self._config)
+            if report["config_id"] != config_id(config):
                 raise ClusterError(
                     f"{report['address']} already runs an instance with another EngineConfig"
-                    f" ({_difference(report['info'], self._config)}); close the service that"
+                    f" ({_difference(report['info'], config)}); close the service that"
                     " started it or use the same config"
                 )
 

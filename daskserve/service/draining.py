@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 from distributed import Scheduler
@@ -32,7 +32,7 @@ class Dispatch(Protocol):
 
 
 class Draining:
-    """Drains and resumes instances, which are named by their head's address.
+    """Drains and resumes instances, which are known by their head's address or by name.
 
     Parameters
     ----------
@@ -40,11 +40,16 @@ class Draining:
         Reaches the workers.
     dispatch
         Owner of the books.
+    find
+        The address of a named instance; None when there is none.
     """
 
-    def __init__(self, scheduler: Scheduler, dispatch: Dispatch) -> None:
+    def __init__(
+        self, scheduler: Scheduler, dispatch: Dispatch, find: Callable[[str], str | None]
+    ) -> None:
         self._scheduler = scheduler
         self._dispatch = dispatch
+        self._find = find
         self._leaving: set[str] = set()
 
     @property
@@ -57,18 +62,20 @@ class Draining:
         One that is gone or still loads counts as drained; it will get nothing when it is ready.
         """
         state = self._dispatch.state
-        self._leaving.update(instances)
-        for address in state.instances.keys() & set(instances):
+        addresses = {instance: self._find(instance) or instance for instance in instances}
+        self._leaving.update(addresses.values())
+        for address in state.instances.keys() & set(addresses.values()):
             state.drain(address)
-        is_idle = await self._are_idle([a for a in instances if state.is_drained(a)])
-        return {address: is_idle.get(address, False) for address in instances}
+        is_idle = await self._are_idle([a for a in addresses.values() if state.is_drained(a)])
+        return {instance: is_idle.get(address, False) for instance, address in addresses.items()}
 
     async def resume(
         self, instance: str, role: str | None = None, slots: int | None = None
     ) -> None:
         """Let an instance take requests again (InvalidParameter), see `DispatchState.resume`."""
-        self._dispatch.state.resume(instance, None if role is None else Role(role), slots)
-        self._leaving.discard(instance)
+        address = self._find(instance) or instance
+        self._dispatch.state.resume(address, None if role is None else Role(role), slots)
+        self._leaving.discard(address)
         self._dispatch.wake()
 
     def is_leaving(self, instance: str) -> bool:

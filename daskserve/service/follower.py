@@ -25,6 +25,7 @@ from daskserve.service.head import shape_of
 from daskserve.service.kv_counters import KVCounters
 from daskserve.service.kv_parts import Limits, ask_to_pin, export_part, pull_parts, shown_handle
 from daskserve.service.kv_pull import OPERATION, KVServer, Views
+from daskserve.service.leaving import Leaving
 from daskserve.service.names import FIND_GROUP, KV_PULLED, PULL_KV
 
 if TYPE_CHECKING:
@@ -48,15 +49,23 @@ class FollowerRank:
         Which rank of which instance.
     config, settings
         As for the head.
+    leaving
+        Whether the worker is on its way out.
     """
 
     def __init__(
-        self, worker: Worker, place: RankSettings, config: EngineConfig, settings: ServiceSettings
+        self,
+        worker: Worker,
+        place: RankSettings,
+        config: EngineConfig,
+        settings: ServiceSettings,
+        leaving: Leaving,
     ) -> None:
         self._worker = worker
         self._place = place
         self._config = config
         self._settings = settings
+        self._leaving = leaving
         self._parallelism = shape_of(place)
         self._address = worker.contact_address or worker.address
         self._follower: Follower | None = None
@@ -130,7 +139,8 @@ class FollowerRank:
             self._follower.serve()
         except Exception as error:
             logger.error("%s on %s ends: %s", name, self._address, error)
-        if not self._is_over and self._worker.status is Status.running:
+        is_staying = not self._is_over and not self._leaving.has_begun
+        if is_staying and self._worker.status is Status.running:
             self._worker.loop.add_callback(
                 self._worker.close, nanny=False, executor_wait=False, reason="daskserve-rank-ended"
             )

@@ -10,7 +10,7 @@ import asyncio
 import gc
 import hashlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +38,7 @@ from daskserve.service.kv_parts import (
     release_kv,
 )
 from daskserve.service.kv_pull import OPERATION, KVServer, Views, pull
+from daskserve.service.leaving import Leaving
 from daskserve.service.members import FAILED, LOADING, LOST, READY, Report
 from daskserve.service.names import (
     BECOME,
@@ -78,16 +79,25 @@ class InstancePlugin(WorkerPlugin):
         The engine to build.
     settings
         Time limits of KV pulls.
+    configs
+        Engines of single instances by name, where they are not like ``config``.
     """
 
     name = INSTANCE_PLUGIN
     idempotent = True
 
-    def __init__(self, config: EngineConfig, settings: ServiceSettings) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        settings: ServiceSettings,
+        configs: Mapping[str, EngineConfig],
+    ) -> None:
         self._config = config
+        self._configs = configs
         self._settings = settings
         self._instance: Instance | None = None
         self._follower: FollowerRank | None = None
+        self._leaving: Leaving | None = None
         self._head: HeadRank | None = None
         self._pins: PinServer | None = None
 
@@ -97,10 +107,18 @@ class InstancePlugin(WorkerPlugin):
         place = settings().rank
         self._role = next(iter(self._roles), None)
         _check_place(place, self._role)
-        if place.number > 0:
-            self._follower = FollowerRank(worker, place, self._config, self._settings)
+        self._name = place.instance or ""
+        self._config = self._configs.get(self._name, self._config)
+        if self._role is None and place.number == 0:
+            return
+        is_head = self._role is not None
+        self._leaving = Leaving(worker, self._name or self.address, is_head, settings().drain)
+        self._leaving.start()
+        if not is_head:
+            self._follower = FollowerRank(
+                worker, place, self._config, self._settings, self._leaving
+            )
             self._follower.start()
-        if self._role is None:
             return
         if shape_of(place).num_gpus > 1:
             self._head = HeadRank(worker, place, self._settings, self._role, self._lose_from_thread)
@@ -120,6 +138,8 @@ class InstancePlugin(WorkerPlugin):
         self._loading = asyncio.create_task(self._load())
 
     async def teardown(self, worker: Worker) -> None:
+        if self._leaving is not None:
+            self._leaving.close()
         if self._follower is not None:
             await self._follower.close()
         if self._role is None:
@@ -240,7 +260,10 @@ class InstancePlugin(WorkerPlugin):
         logger.error("the instance on %s is lost: %s", self._worker.address, error)
         self._report(LOST, error=str(error))
         self._worker.loop.add_callback(
-            self._worker.close, nanny=False, executor_wait=False, reason="daskserve-instance-lost"
+            self._worker.close,
+            nanny=self._leaving.has_begun,
+            executor_wait=False,
+            reason="daskserve-instance-lost",
         )
 
     def _lose_from_thread(self, error: InstanceLost) -> None:
@@ -298,6 +321,7 @@ class InstancePlugin(WorkerPlugin):
             role=self._role.value,
             slots=_num_slots(self._worker, self._role),
             config_id=config_id(self._config),
+            instance=self._name,
             info=info or {},
             error=error,
         )

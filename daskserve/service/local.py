@@ -80,6 +80,7 @@ def local_cluster(
     cores: Cores,
     is_flippable: bool,
     asynchronous: bool,
+    configs: Mapping[str, EngineConfig],
 ) -> OwnCluster:
     """Scheduler and workers on loopback, dashboard off unless an address is set.
 
@@ -96,6 +97,8 @@ def local_cluster(
         Prefill and decode instances can take each other's role.
     asynchronous
         For use inside a running event loop.
+    configs
+        By name (``decode-1``) the engines that are not like ``config``.
 
     Raises
     ------
@@ -117,7 +120,8 @@ def local_cluster(
     for index, (role, shape) in enumerate(shapes):
         name = f"{role.value.lower()}-{index}"
         own = [next(shares) for _ in range(shape.num_gpus)]
-        workers |= instance_workers(name, role, shape, config, settings, own, is_flippable)
+        engine = configs.get(name, config)
+        workers |= instance_workers(name, role, shape, engine, settings, own, is_flippable)
     return OwnCluster(
         workers=workers,
         scheduler=_scheduler(settings.protocol, settings.dashboard_address),

@@ -19,6 +19,7 @@ from tornado.ioloop import PeriodicCallback
 from daskserve.config import ServiceSettings
 from daskserve.core.instance import Role
 from daskserve.errors import ClusterError, DaskserveError, ModelError, NeverFits
+from daskserve.service.agreement import unlike
 from daskserve.service.dispatch_state import DispatchState, InstanceState, Stage
 from daskserve.service.draining import Draining
 from daskserve.service.flipping import Flipping
@@ -56,14 +57,15 @@ LOADING, READY, FAILED, LOST = "loading", "ready", "failed", "lost"
 class Report:
     """What a worker says of its instance.
 
-    ``info`` holds the fields of ``InstanceInfo`` once it is ready, ``error`` the reason of a
-    failure.
+    ``instance`` is its name, ``info`` holds the fields of ``InstanceInfo`` once it is ready,
+    ``error`` the reason of a failure.
     """
 
     status: str
     role: str
     slots: int
     config_id: str
+    instance: str = ""
     info: dict[str, Any] = field(default_factory=dict)
     error: str = ""
 
@@ -108,7 +110,7 @@ class Members:
         self._settings = settings
         self._dispatch = dispatch
         self._meetings = Meetings()
-        self._draining = Draining(scheduler, dispatch)
+        self._draining = Draining(scheduler, dispatch, self._address_of)
         self._flipping = Flipping(scheduler, dispatch, self._flipped)
         self._handlers = {
             STATUS: self._status,
@@ -181,6 +183,7 @@ class Members:
                 "role": report.role,
                 "slots": report.slots,
                 "config_id": report.config_id,
+                "instance": report.instance,
                 "info": report.info,
                 "error": report.error,
                 "is_draining": self._is_draining(address),
@@ -209,6 +212,10 @@ class Members:
         if address in self._reports:
             self._reports[address] = replace(self._reports[address], **said)
 
+    def _address_of(self, instance: str) -> str | None:
+        named = (a for a, report in self._reports.items() if report.instance == instance)
+        return next(named, None)
+
     def _is_draining(self, address: str) -> bool:
         instance = self._dispatch.state.instances.get(address)
         return instance is not None and instance.is_draining
@@ -231,7 +238,9 @@ class Members:
             return
         if said.status == LOST:
             self._dispatch.lose(worker, said.error)
-        elif said.status == READY and (error := self._unlike_others(said)):
+        elif said.status == READY and (
+            error := self._unlike_others(said) or self._of_other_model(worker, said)
+        ):
             said = replace(said, status=FAILED, error=error)
         self._reports[worker] = said
         if said.status == READY:
@@ -246,6 +255,11 @@ class Members:
                 )
             )
         self._dispatch.wake()
+
+    def _of_other_model(self, worker: str, said: Report) -> str:
+        ready = {a: r.info for a, r in self._reports.items() if r.status == READY and a != worker}
+        difference = unlike(said.info, ready)
+        return f"its model is not that of the other instances: {difference}" if difference else ""
 
     def _unlike_others(self, said: Report) -> str | None:
         """Why no KV could go between this instance and those that are ready; None if it can."""

@@ -42,6 +42,7 @@ KEEP_KV = "daskserve-keep-kv"
 
 # Worker handlers.
 BECOME = "daskserve_become"
+LEAVE = "daskserve_leave"
 LOAD = "daskserve_load"
 KV_PULLED = "daskserve_kv_pulled"
 PIN_KV = "daskserve_pin_kv"

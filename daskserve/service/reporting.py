@@ -42,7 +42,7 @@ class Reporter:
         self._worker = worker
         self._place = Place(
             name=rank.instance or str(worker.name),
-            host=socket.gethostname(),
+            host=rank.host or socket.gethostname(),
             device=_device_text(device),
             tp=rank.tensor_parallel,
             pp=rank.pipeline_parallel,

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import weakref
-from collections.abc import Generator, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,12 +16,13 @@ from daskserve.core.instance import EngineConfig, Role
 from daskserve.core.params import SamplingParams
 from daskserve.core.request import Request
 from daskserve.core.slo import SLO
-from daskserve.errors import ClusterError, ConfigError
+from daskserve.errors import ConfigError
 from daskserve.models.catalog import resolve
 from daskserve.observe import JobProgress
 from daskserve.service.connection import AddressedInstance, Connection
 from daskserve.service.control import InstanceControl
 from daskserve.service.graph import submit_graph
+from daskserve.service.joining import Expected, reaching, scheduler_address
 from daskserve.service.local import Cores, Instances, local_cluster, own_cluster_config
 from daskserve.service.online import OnlineRequests
 from daskserve.service.requests import Prompt, RequestMaker
@@ -46,8 +46,10 @@ class Service(InstanceControl):
         client: Client | str | None,
         own: dict[str, Any] | None,
         asynchronous: bool,
+        expected: Expected | None = None,
     ) -> None:
         self.config = config
+        self._expected = expected or Expected()
         self.slo = slo
         self._settings = settings().service
         self.client: Client | None = client if isinstance(client, Client) else None
@@ -75,6 +77,7 @@ class Service(InstanceControl):
         protocol: str | None = None,
         slo: SLO | None = None,
         asynchronous: bool = False,
+        configs: Mapping[str, EngineConfig] | None = None,
     ) -> Service:
         """Start a cluster of our own on this machine, on loopback only.
 
@@ -98,6 +101,9 @@ class Service(InstanceControl):
             Limits that batches are measured against.
         asynchronous
             For use inside an event loop.
+        configs
+            Engines of single instances by name, where they differ in limits. Instances are
+            numbered through, prefill first: ``prefill-0``, ``decode-1``.
 
         Raises
         ------
@@ -107,7 +113,8 @@ class Service(InstanceControl):
         counts = {Role.PREFILL: prefill, Role.DECODE: decode, Role.COLOCATED: colocated}
         own = {"instances": counts, "cores": cores, "protocol": protocol}
         own["is_flippable"] = flippable
-        return cls(config or EngineConfig(), slo, None, own, asynchronous)._opened()
+        expected = Expected(configs=configs or {})
+        return cls(config or EngineConfig(), slo, None, own, asynchronous, expected)._opened()
 
     @classmethod
     def attach(
@@ -117,6 +124,7 @@ class Service(InstanceControl):
         *,
         slo: SLO | None = None,
         asynchronous: bool = False,
+        expected: Expected | None = None,
     ) -> Service:
         """Use a scheduler that exists, with workers started with role resources.
 
@@ -125,20 +133,23 @@ class Service(InstanceControl):
         Parameters
         ----------
         client
-            A client (its mode, synchronous or not, becomes ours) or a scheduler's address.
+            A client (its mode, synchronous or not, becomes ours), a scheduler's address, or a
+            scheduler file.
         config
             Engine of every instance; the same for all services on a scheduler.
         slo, asynchronous
             As for `local`.
+        expected
+            A placement that must be there, its engines, and who hears what is waited for.
 
         Raises
         ------
         ModelError, ClusterError
-            The model cannot be loaded; workers or roles are missing.
+            The model cannot be loaded; the cluster is not what the placement says, or lacks roles.
         """
         if isinstance(client, Client):
             asynchronous = client.asynchronous
-        return cls(config or EngineConfig(), slo, client, None, asynchronous)._opened()
+        return cls(config or EngineConfig(), slo, client, None, asynchronous, expected)._opened()
 
     # Requests.
 
@@ -309,8 +320,8 @@ class Service(InstanceControl):
                 with dask.config.set(own_cluster_config(self._settings.dashboard_address)):
                     self._cluster = self._new_cluster()
             if self.client is None:
-                with _clear_connection_errors(self._given):
-                    self.client = Client(self._cluster or self._given)
+                with reaching(self._given, self._expected.say):
+                    self.client = Client(self._cluster or scheduler_address(self._given))
             self.client.sync(self._join)
         except BaseException:
             self.close()
@@ -326,8 +337,9 @@ class Service(InstanceControl):
                 with dask.config.set(own_cluster_config(self._settings.dashboard_address)):
                     self._cluster = await self._new_cluster()
             if self.client is None:
-                with _clear_connection_errors(self._given):
-                    self.client = await Client(self._cluster or self._given, asynchronous=True)
+                with reaching(self._given, self._expected.say):
+                    where = self._cluster or await asyncio.to_thread(scheduler_address, self._given)
+                    self.client = await Client(where, asynchronous=True)
             await self._join()
         except BaseException:
             await self._close()
@@ -343,10 +355,13 @@ class Service(InstanceControl):
             self._own["cores"],
             self._own["is_flippable"],
             asynchronous=self._asynchronous,
+            configs=self._expected.configs,
         )
 
     async def _join(self) -> None:
-        self._connection = Connection(self.client, self.config, self._settings, self.slo)
+        self._connection = Connection(
+            self.client, self.config, self._settings, self.slo, self._expected
+        )
         await self._connection.open()
         self._listener = TokenListener(
             self.client.loop,
@@ -387,11 +402,3 @@ class Service(InstanceControl):
 
 def _request_maker(config: EngineConfig) -> RequestMaker:
     return RequestMaker(Tokenizer.load(resolve(config.model)))
-
-
-@contextmanager
-def _clear_connection_errors(address: object) -> Iterator[None]:
-    try:
-        yield
-    except (OSError, ValueError) as error:  # ValueError: not an address
-        raise ClusterError(f"no Dask scheduler at {address}: {error}") from error

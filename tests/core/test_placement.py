@@ -21,6 +21,12 @@ def test_used_and_occupied_gpus_differ():
     assert prefill.nodes == (0, 1)
 
 
+def test_instances_are_numbered_through_prefill_first():
+    decode, prefill = instance(Role.DECODE, (0, 0)), instance(Role.PREFILL, (0, 1))
+    placement = Placement((decode, prefill, instance(Role.DECODE, (1, 0))), gpus_per_node=2)
+    assert placement.names == ("decode-1", "prefill-0", "decode-2")
+
+
 @pytest.mark.parametrize(
     ("build", "message"),
     [

@@ -21,7 +21,14 @@ _TARGETS = ("commands", "slurm", "jobqueue", "kubernetes")
 @click.option("--model", metavar="FOLDER", help="On storage that all hosts read at this path.")
 @click.option("--device", type=click.Choice(("cuda", "cpu")), help="[default: cuda]")
 @click.option("--protocol", type=click.Choice(("tcp", "ucx", "tls")), help="[default: tcp]")
-@click.option("-o", "--output", metavar="FOLDER", default="deploy", show_default=True)
+@click.option(
+    "-o",
+    "--output",
+    metavar="FOLDER",
+    default="deploy",
+    show_default=True,
+    help="Where the files are written.",
+)
 @click.option("--dry-run", is_flag=True, help="Print the files and write nothing.")
 def deploy_command(
     placement_path: str,

@@ -199,7 +199,7 @@ def _shapes(instances: Instances) -> Sequence[Parallelism]:
 
 
 def _place(instance: str, shape: Parallelism, rank: int) -> dict[str, Any]:
-    """The section ``daskserve.rank`` of a worker's configuration."""
+    """Of the section ``daskserve.rank`` of a worker's configuration."""
     return {
         "instance": instance,
         "number": rank,
@@ -228,7 +228,7 @@ def _worker(
             "protocol": settings.protocol,
             "nthreads": max(slots.values(), default=1),
             "resources": slots,
-            "config": {"daskserve.rank": place},
+            "config": {f"daskserve.rank.{key}": value for key, value in place.items()},
             "memory_limit": 0,  # the KV pool is ours to watch, Dask would take it for a leak
             "dashboard": False,
             "dashboard_address": f"{_HOST}:0",

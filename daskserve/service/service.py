@@ -18,9 +18,9 @@ from daskserve.core.request import Request
 from daskserve.core.slo import SLO
 from daskserve.errors import ConfigError
 from daskserve.models.catalog import resolve
-from daskserve.observe import JobProgress
-from daskserve.service.connection import AddressedInstance, Connection
+from daskserve.service.connection import Connection
 from daskserve.service.control import InstanceControl
+from daskserve.service.figures import ServiceFigures
 from daskserve.service.graph import submit_graph
 from daskserve.service.joining import Expected, reaching, scheduler_address
 from daskserve.service.local import Cores, Instances, local_cluster, own_cluster_config
@@ -32,7 +32,7 @@ from daskserve.text.tokenizer import Tokenizer
 _MAP_CHUNK = 500  # requests per graph
 
 
-class Service(InstanceControl):
+class Service(InstanceControl, ServiceFigures):
     """LLM inference on a Dask cluster; made by `local` or `attach`.
 
     A context manager, in synchronous and asynchronous code: with ``asynchronous=True`` (or an
@@ -230,52 +230,6 @@ class Service(InstanceControl):
         )
         return self._online.start(request, timeout_s, max_queue)
 
-    # What runs.
-
-    def info(self) -> Any:
-        """The ready instances: address and `InstanceInfo` of each."""
-        return self.client.sync(self._info)
-
-    def load(self) -> Any:
-        """`InstanceLoad` of every ready instance by address; asks each, so it is exact."""
-        return self.client.sync(self._connection.load)
-
-    def kv_pulled(self) -> Any:
-        """KV that came to every rank: `Pulled` by address of the rank, then of the holder."""
-        return self.client.sync(self._connection.kv_pulled)
-
-    def status(self) -> Any:
-        """What the scheduler knows of instances and requests, in one message.
-
-        Returns
-        -------
-        dict
-            ``workers``: role by address of every worker with one. ``instances``: a list of
-            ``address, status, role, slots, config_id, info, error, is_draining``, where ``status``
-            is "loading", "ready" or "failed". ``losses``: ``address, role, reason`` of the last
-            that went without notice. ``dispatch``: among others ``roles``, which has for
-            each of PREFILL, DECODE and COLOCATED the numbers of ``ready``, ``accepting`` and
-            ``draining`` instances; of requests ``waiting`` for one (with
-            ``waiting_prompt_tokens``) and ``running`` on one (of so many ``slots``), futures and
-            streams together; of requests whose KV is ``held`` (in ``held_kv_blocks``) on a prefill
-            instance; and the KV blocks booked, ``used_kv_blocks`` of ``total_kv_blocks``: what
-            requests may grow to, held ones included. `load` tells what instances use at this
-            moment.
-        """
-        return self.client.sync(self._connection.refresh)
-
-    def observe(self, cursor: int = 0, num_decisions: int = 0) -> Any:
-        """A `daskserve.observe.Snapshot`: instances, queues, and what was finished of late.
-
-        With the ``cursor`` and ``num_decisions`` of the last snapshot only what is new since.
-        Instances tell once a second; nothing asks them.
-        """
-        return self.client.sync(self._connection.observe, cursor, num_decisions)
-
-    def note_job(self, job: JobProgress) -> None:
-        """Show whoever watches how far a batch job is; returns at once. Any thread."""
-        self.client.loop.add_callback(self._connection.note_job, job)
-
     def close(self) -> Any:
         """Cancel what is in flight and leave; an own cluster stops."""
         if self._asynchronous:
@@ -394,10 +348,6 @@ class Service(InstanceControl):
         finally:
             if self._cluster is not None:
                 await self._cluster.close()
-
-    async def _info(self) -> list[AddressedInstance]:
-        await self._connection.refresh()
-        return self._connection.instances
 
 
 def _request_maker(config: EngineConfig) -> RequestMaker:

@@ -172,7 +172,7 @@ async def flips(num_flips: int, constant_s: float, seed: int) -> list[Figure]:
 def stationary(hours: float, seed: int) -> list[Figure]:
     """Hours of load that does not change, in the simulator, the fast path included."""
     rng = np.random.default_rng(seed)
-    rate, changes, alarms = 1.0, 0, 0
+    rate, changes, alarms = 0.5, 0, 0
     piece_h = min(hours, 100.0)
     for _ in range(round(hours / piece_h)):
         count = int(rate * piece_h * 3600)
@@ -185,7 +185,7 @@ def stationary(hours: float, seed: int) -> list[Figure]:
         ]
         arrival_s = np.cumsum(rng.exponential(1 / rate, count))
         workload = Workload.from_arrays(arrival_s, *lengths)
-        day = play_replanned(workload, OUTLOOK, Split(3, 3), tick_s=5.0)
+        day = play_replanned(workload, OUTLOOK, Split(3, 3), tick_s=10.0)
         changes += len(day.changes)
         alarms += sum(d.trigger is Trigger.DRIFT for d in day.decisions)
     stated = DriftSettings().false_alarms_per_hour * hours

@@ -77,7 +77,8 @@ async def play(
 async def _record(service: Service, path: Path) -> None:
     """A row a second until cancelled."""
     recorder, window = Recorder(path), Window(_WINDOW_S)
-    cursor, told = 0, {}
+    cursor = 0
+    told: dict[int, dict[str, Any]] = {}
     try:
         while True:
             snapshot = await service.observe(cursor)

@@ -32,6 +32,7 @@ from daskserve.doctor_command import doctor_command
 from daskserve.errors import DaskserveError
 from daskserve.models import DEFAULT_MODEL
 from daskserve.plan_commands import plan_command, simulate_command
+from daskserve.replay_command import replay_command
 from daskserve.serve_command import serve_command
 
 _INTERRUPTED = 130
@@ -215,6 +216,7 @@ main.add_command(simulate_command)
 main.add_command(dashboard_command)
 main.add_command(deploy_command)
 main.add_command(doctor_command)
+main.add_command(replay_command)
 
 if __name__ == "__main__":
     main()

@@ -163,6 +163,25 @@ def flips(observation: Observation, after: Split) -> tuple[Action, ...]:
     return tuple(Action(Kind.FLIP, new, one.address, one.shape) for one in chosen)
 
 
+def rebuilt(observation: Observation, after: Split) -> tuple[Action, ...]:
+    """Instances to start, then those to stop, for a split of another size or shape."""
+    before = observation.split
+    if before is None:
+        return ()
+    adds, removes = [], []
+    for role in (Role.PREFILL, Role.DECODE):
+        running = observation.of_role(role)
+        if after.shape != before.shape:
+            missing, leaving = after.count(role), running
+        else:
+            missing = after.count(role) - len(running)
+            # The idlest drain soonest.
+            leaving = sorted(running, key=lambda one: one.num_running)[: max(-missing, 0)]
+        adds += [Action(Kind.ADD, role, "", after.shape)] * max(missing, 0)
+        removes += [Action(Kind.REMOVE, role, one.address, one.shape) for one in leaving]
+    return (*adds, *removes)
+
+
 def _neighbours(split: Split, step: int) -> list[Split]:
     """One instance more, or fewer, of either role."""
     prefill, decode = split.num_prefill, split.num_decode

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from daskserve.core.instance import Role
 from daskserve.core.slo import SLO
-from daskserve.replanning.choosing import NO_CHANGE, ChoiceSettings, Chooser, Look, flips
+from daskserve.replanning.choosing import NO_CHANGE, ChoiceSettings, Chooser, Look, flips, rebuilt
 from daskserve.replanning.decision import (
     Action,
     Decision,
@@ -122,7 +122,11 @@ class Policy:
             self._due = _Due(at_s, Trigger.DRIFT, drift.last_s, drift.evidence)
 
     def ask(self, split: Split) -> None:
-        """Manual override: go to this split at the next occasion, whatever the planner thinks."""
+        """Manual override: go to this split at the next occasion, whatever the planner thinks.
+
+        Of the same size and shape by flips; of another one, so another parallelism too, by
+        starting instances first and stopping others then.
+        """
         self._asked = split
 
     def ended(self, now_s: float, decision: Decision, outcome: Outcome) -> None:
@@ -165,13 +169,17 @@ class Policy:
         if asked is None or split is None:
             return None
         reason, actions = f"asked for {asked}", flips(observation, asked)
-        if asked.num_instances != split.num_instances or asked.shape != split.shape:
-            actions = ()
-            reason = f"{NO_CHANGE}{asked} is of another size or shape than {split}"
+        if asked == split:
+            reason = f"{NO_CHANGE}{asked} is what runs"
+        elif asked.num_instances != split.num_instances or asked.shape != split.shape:
+            actions = rebuilt(observation, asked)
+            kinds = [action.kind for action in actions]
+            if kinds.count(Kind.ADD) > observation.can_add:
+                actions, reason = (), NO_CHANGE + observation.why_not_add
+            elif Kind.REMOVE in kinds and not observation.can_remove:
+                actions, reason = (), f"{NO_CHANGE}this cluster cannot stop instances"
         elif len(actions) < asked.flips_from(split):
             actions, reason = (), f"{NO_CHANGE}too few of the instances can flip"
-        elif asked == split:
-            reason = f"{NO_CHANGE}{asked} is what runs"
         return Decision(0, 0.0, Trigger.MANUAL, reason, actions=actions)
 
     def _fast_decision(self, now_s: float, observation: Observation) -> Decision | None:

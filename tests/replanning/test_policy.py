@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from daskserve.core.instance import Role
+from daskserve.core.placement import Parallelism
 from daskserve.core.slo import SLO
 from daskserve.planner.workload import Workload
 from daskserve.replanning.choosing import ChoiceSettings, Chooser, Look
@@ -167,7 +168,28 @@ def test_by_hand_any_split_of_the_same_size_can_be_had():
     assert drive.observation.split == Split(1, 5)
     drive.policy.ask(Split(1, 1))
     (decision,) = drive.run(1, 100)
-    assert "of another size" in decision.reason and not decision.is_change
+    assert "cannot stop" in decision.reason and not decision.is_change
+
+
+def test_by_hand_another_size_or_parallelism_starts_first_and_stops_then():
+    drive = Drive(Told())
+    drive.policy.ask(Split(4, 3))
+    (decision,) = drive.run(1, 100)
+    assert decision.reason == "no change, because this cluster cannot add instances"
+    drive.observation = seen(4, 2, can_add=4, can_remove=True)
+    drive.policy.ask(Split(3, 3))
+    (decision,) = drive.run(1, 100)
+    assert {a.kind for a in decision.actions} == {Kind.FLIP}
+    drive.observation = seen(4, 2, can_add=4, can_remove=True)
+    drive.policy.ask(Split(3, 4))
+    (decision,) = drive.run(1, 100, carry_out=False)
+    assert [a.kind for a in decision.actions] == [Kind.ADD, Kind.ADD, Kind.REMOVE]
+    drive.policy.ended(drive.now_s, decision, Outcome(Status.DONE))
+    drive.policy.ask(Split(1, 1, Parallelism(2, 1)))
+    (decision,) = drive.run(1, 100, carry_out=False)
+    kinds = [a.kind for a in decision.actions]
+    assert kinds == [Kind.ADD] * 2 + [Kind.REMOVE] * 6
+    assert decision.actions[0].shape == Parallelism(2, 1)
 
 
 # The fast path.

@@ -128,9 +128,8 @@ def local_cluster(
 
         options = [worker["options"] for worker in workers.values()]
         return OwnCUDACluster(cards.of_rank, options, scheduler["options"], asynchronous)
-    if cards is not None:
-        for rank, worker in enumerate(workers.values()):
-            worker["options"] = _joined(worker["options"], cards.options_of(rank))
+    for rank, worker in enumerate(workers.values() if cards else ()):
+        worker["options"] = _joined(worker["options"], cards.options_of(rank))
     return OwnCluster(
         workers=workers,
         scheduler=scheduler,

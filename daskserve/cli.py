@@ -16,6 +16,7 @@ from daskserve.bench_command import bench_command
 from daskserve.calibrate_command import calibrate_command
 from daskserve.command_options import (
     check_placement,
+    device_option,
     engine_options,
     open_service,
     options,
@@ -78,6 +79,7 @@ _sampling_options = options(
 )
 @click.option("-o", "--output", required=True, metavar="PATH", help="Answers: .jsonl, or .parquet.")
 @engine_options
+@device_option
 @placement_options
 @_sampling_options
 @slo_options
@@ -110,7 +112,7 @@ def run_batch_command(source: str, output: str, **given: Any) -> None:
     """
     from daskserve.batch import BatchJob
 
-    config = EngineConfig(model=given["model"], dtype=given["dtype"])
+    config = EngineConfig(given["model"], given["dtype"], given["device"])
     params, slo = _sampling(given), slo_of(given)
     check_placement(given)
     _catch_signals(_interrupt)

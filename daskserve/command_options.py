@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from daskserve.core.instance import DTYPES, EngineConfig
+from daskserve.core.instance import DEVICES, DTYPES, EngineConfig
 from daskserve.core.slo import SLO
 from daskserve.errors import ConfigError
 from daskserve.models import DEFAULT_MODEL
@@ -42,6 +42,13 @@ engine_options = options(
         show_default=True,
         help="float32 gives the tokens of transformers' generate; bfloat16 is faster.",
     ),
+)
+device_option = click.option(
+    "--device",
+    type=click.Choice(DEVICES),
+    default="auto",
+    show_default=True,
+    help="Where instances compute; auto takes CUDA where PyTorch and the machine have it.",
 )
 threads_option = click.option(
     "--threads",

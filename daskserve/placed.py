@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from daskserve.core.instance import EngineConfig, Role
+from daskserve.core.instance import DEFAULT_BLOCK_SIZE, EngineConfig, Role
 from daskserve.core.placement import InstancePlacement, Parallelism, Placement
 from daskserve.errors import ConfigError
 
@@ -43,10 +43,12 @@ def engines_of(placement: Placement, config: EngineConfig) -> dict[str, EngineCo
 def _engine_of(instance: InstancePlacement, config: EngineConfig) -> EngineConfig:
     """A batch is as many micro-batches, whose size is planned, as there are stages."""
     capacity, batch = instance.kv_capacity_tokens, instance.max_batch_size
+    block_size = config.block_size or DEFAULT_BLOCK_SIZE
     planned = {
         "prefill_budget_tokens": instance.prefill_budget_tokens,
         "chunk_tokens": instance.chunk_tokens,
-        "num_kv_blocks": max(1, capacity // config.block_size) if capacity else None,
+        "num_kv_blocks": max(1, capacity // block_size) if capacity else None,
+        "block_size": block_size,
     }
     if instance.role is not Role.PREFILL:
         planned["max_batch_size"] = batch * instance.parallelism.pp if batch else None

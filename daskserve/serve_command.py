@@ -11,6 +11,7 @@ import click
 
 from daskserve.command_options import (
     check_placement,
+    device_option,
     engine_options,
     open_service,
     placement_options,
@@ -25,6 +26,7 @@ from daskserve.core.instance import EngineConfig
 
 @click.command("serve", short_help="Serve the OpenAI API over HTTP.")
 @engine_options
+@device_option
 @click.option("--served-model-name", help="What clients call the model  [default: its own name]")
 @placement_options
 @slo_options
@@ -101,7 +103,7 @@ def serve_command(host: str, port: int, **given: Any) -> None:
     if given["dashboard"]:
         check_installed()
     replan = replan_of(given)
-    config = EngineConfig(model=given["model"], dtype=given["dtype"])
+    config = EngineConfig(given["model"], given["dtype"], given["device"])
     address = Address(host, port, given["tls_cert"], given["tls_key"])
     limits = {
         "max_in_flight": given["max_in_flight"],

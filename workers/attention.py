@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from transformers import AttentionInterface
 
 from daskserve.errors import ModelError
+from daskserve.workers.cuda.step import Asked, DeviceStep
 from daskserve.workers.forward import ForwardBatch, LayerFacts
 from daskserve.workers.layer_attention import LayerAttention
 
@@ -69,7 +70,7 @@ def paged_attention(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     *,
-    paged: PagedStep | AttentionRecorder,
+    paged: PagedStep | DeviceStep | AttentionRecorder,
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
@@ -88,6 +89,9 @@ def paged_attention(
             query.shape[1], key.shape[1], key.shape[3], scaling, sliding_window, is_plain
         )
         return torch.zeros_like(query).transpose(1, 2), None
+    if isinstance(paged, DeviceStep):
+        asked = Asked(scaling, sliding_window, softcap, s_aux)
+        return paged.attend(layer, query[0], key[0], value[0], asked)[None], None
     if paged.kernels is not None:
         return paged.kernels.attend(layer, query[0], key[0], value[0])[None], None
     keys, values = key[0].transpose(0, 1), value[0].transpose(0, 1)

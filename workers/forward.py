@@ -9,11 +9,15 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 import torch
 
+from daskserve.core.instance import DEFAULT_BLOCK_SIZE, DEFAULT_BUDGET_TOKENS, EngineConfig, Role
 from daskserve.core.shards import Shard
 from daskserve.workers.scores import Scores
 
 if TYPE_CHECKING:
     from daskserve.workers.kv_pool import KVPool
+
+HOST_KV_BYTES = 2**30
+"""Memory for KV on the CPU where the configuration does not say how much."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +95,10 @@ class Runner(Protocol):
     """What of the KV is in the bound pool; less than ``shape.whole`` where other ranks help."""
     bubble_share: float
     """Of the steps' time so far, how much pipeline stages waited for each other; 0 for one."""
+    page_tokens: int
+    """Tokens of a page where the configuration does not say."""
+    budget_tokens: int
+    """L_m where neither the configuration nor a profile says it."""
 
     max_open: int
     """Most steps that may be begun before the first of them is finished."""
@@ -108,5 +116,29 @@ class Runner(Protocol):
         tokens' KV written.
         """
 
+    def default_kv_bytes(self, config: EngineConfig) -> int:
+        """Memory for KV where the configuration does not say how much (ConfigError)."""
+
+    def prepare(self, role: Role) -> None:
+        """Get ready for the steps of this role; the pool is bound."""
+
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
-        """float32 logits ``[R, vocab]`` of each row's last token; writes the new tokens' KV."""
+        """float32 logits ``[R, vocab]`` of each row's last token; writes the new tokens' KV.
+
+        They may be on a device.
+        """
+
+
+class HostRunner:
+    """What runners that compute on the CPU have in common."""
+
+    bubble_share = 0.0
+    max_open = 1
+    page_tokens = DEFAULT_BLOCK_SIZE
+    budget_tokens = DEFAULT_BUDGET_TOKENS
+
+    def default_kv_bytes(self, config: EngineConfig) -> int:
+        return HOST_KV_BYTES
+
+    def prepare(self, role: Role) -> None:
+        """Nothing to do."""

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 from daskserve.core.instance import EngineConfig, InstanceInfo, InstanceLoad, Role
-from daskserve.core.kv import KVHandle
+from daskserve.core.kv import KVHandle, KVStream
 from daskserve.core.request import Completion, Prefilled, Request, TokenDelta
 from daskserve.core.shards import Shard
 from daskserve.errors import DaskserveError, InstanceLost
@@ -183,7 +183,7 @@ class Instance:
         """Cancel a request in any state; its caller gets ``RequestCancelled``. Any thread."""
         self._thread.post(partial(self.engine.abort, request_id))
 
-    def export(self, handle: KVHandle) -> list[memoryview]:
+    def export(self, handle: KVHandle) -> list[memoryview] | KVStream:
         """Bytes of the held KV, pinned for ``kv_pull_timeout_s`` or until released. Any thread.
 
         Raises
@@ -192,7 +192,7 @@ class Instance:
             Unknown, expired or released request, wrong secret, or another layout.
         """
         pages = self.engine.holding.pin(handle, self.engine.clock())
-        return self.engine.pool.page_views(pages)
+        return self.engine.pool.outgoing(pages)
 
     def pin_part(self, handle: KVHandle, shard: Shard) -> tuple[tuple[int, ...], int]:
         """Pages of the held KV, pinned as by `export`, and the digest of these layers and heads.

@@ -19,7 +19,8 @@ from daskserve.core.shards import Shard
 if TYPE_CHECKING:
     from daskserve.workers.kv_pool import KVPool
 
-_ODD = np.uint64(0x9E3779B97F4A7C15)
+ODD = np.uint64(0x9E3779B97F4A7C15)
+"""Words are weighted with odd multiples of it."""
 _MIX = np.uint64(0xFF51AFD7ED558CCD)
 
 
@@ -29,7 +30,7 @@ def kv_digest(pool: KVPool, page_ids: Sequence[int]) -> int:
     A change inside one page (a flipped bit, a lost piece) always changes it; pages, layers or
     heads swapped or taken from elsewhere leave it unchanged with a chance of 2**-64.
     """
-    return summed(slice_digests(pool, page_ids))
+    return summed(pool.slice_digests(page_ids))
 
 
 def slice_digests(pool: KVPool, page_ids: Sequence[int], shard: Shard | None = None) -> np.ndarray:
@@ -42,11 +43,17 @@ def slice_digests(pool: KVPool, page_ids: Sequence[int], shard: Shard | None = N
     shard
         A part of the pool's shard; None is all of it.
     """
-    wanted = shard or pool.shard
-    layers, heads = wanted.within(pool.shard)
+    return pool.slice_digests(page_ids, shard)
+
+
+def host_digests(
+    slices: np.ndarray, page_ids: Sequence[int], held: Shard, wanted: Shard
+) -> np.ndarray:
+    """`slice_digests` of pages on the host: uint64 ``[pages, layers, 2, heads, words]``."""
+    layers, heads = wanted.within(held)
     ids = np.asarray(page_ids, dtype=np.int64)
     bounds = np.array([layers.start, layers.stop, heads.start, heads.stop])
-    return _digests(pool.slices, ids, bounds, pool.shard.first_layer, pool.shard.first_head)
+    return _digests(slices, ids, bounds, held.first_layer, held.first_head)
 
 
 def words_digest(words: np.ndarray, shard: Shard) -> int:
@@ -59,6 +66,24 @@ def words_digest(words: np.ndarray, shard: Shard) -> int:
 def summed(digests: np.ndarray) -> int:
     """Digest of several layers and heads together."""
     return int(digests.sum(dtype=np.uint64))
+
+
+def digests_of_totals(totals: np.ndarray, first_layer: int, first_head: int) -> np.ndarray:
+    """Digests from what the words of each page add up to, wherever that was computed.
+
+    Parameters
+    ----------
+    totals
+        uint64 ``[pages, layers, 2, heads]``: the sum of ``word[i] * (2 * i + 1) * ODD``.
+    first_layer, first_head
+        Their place in the model.
+    """
+    # A page of one word whose weight is ODD gives the same total.
+    inverse = np.uint64(pow(int(ODD), -1, 2**64))
+    words = (totals * inverse)[..., None]
+    ids = np.arange(len(words), dtype=np.int64)
+    bounds = np.array([0, totals.shape[1], 0, totals.shape[3]])
+    return _digests(np.ascontiguousarray(words), ids, bounds, first_layer, first_head)
 
 
 @numba.njit(
@@ -78,7 +103,7 @@ def _digests(slices, page_ids, bounds, first_layer, first_head):
         for head in range(begin_head, end_head):
             # Two heads that changed places are noticed.
             place = np.uint64(first_layer + layer) << np.uint64(32) | np.uint64(first_head + head)
-            start = (np.uint64(len(page_ids)) + place * _MIX) * _ODD
+            start = (np.uint64(len(page_ids)) + place * _MIX) * ODD
             digests[layer - begin_layer, head - begin_head] = start
     for page in page_ids:
         for layer in range(begin_layer, end_layer):
@@ -89,11 +114,11 @@ def _digests(slices, page_ids, bounds, first_layer, first_head):
                     # the sum.
                     total = np.uint64(0)
                     for index in range(num_words):
-                        total += row[index] * (np.uint64(2 * index + 1) * _ODD)
+                        total += row[index] * (np.uint64(2 * index + 1) * ODD)
                     # Each step is a bijection of the digest, and not linear: order counts.
                     digest = (digests[layer - begin_layer, head - begin_head] ^ total) * _MIX
                     digest ^= digest >> np.uint64(32)
-                    digest *= _ODD
+                    digest *= ODD
                     digest ^= digest >> np.uint64(29)
                     digests[layer - begin_layer, head - begin_head] = digest
     return digests

@@ -6,10 +6,11 @@ whole pages do; only its two ends copy in strides.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
+from daskserve.core.kv import Chunks
 from daskserve.core.shards import Shard
 from daskserve.errors import KVUnavailable
 from daskserve.workers.kv_digest import words_digest
@@ -20,18 +21,17 @@ _CHUNK_BYTES = 2**21  # stays in the cache between its copy and the socket
 
 def piece_bytes(pool: KVPool, num_pages: int, shard: Shard) -> int:
     """Bytes of the layers and heads of ``shard`` in so many pages."""
-    words = pool.slices.shape[-1]
-    return num_pages * shard.num_layers * 2 * shard.num_heads * words * pool.slices.itemsize
+    return num_pages * shard.num_layers * 2 * shard.num_heads * pool.slice_bytes
 
 
-def read_chunks(pool: KVPool, page_ids: Sequence[int], shard: Shard) -> Iterator[memoryview]:
+def read_chunks(pool: KVPool, page_ids: Sequence[int], shard: Shard) -> Chunks:
     """The bytes of `read_piece`, some pages at a time: they travel while others are read."""
     step = _pages_per_chunk(pool, shard)
     for start in range(0, len(page_ids), step):
         yield read_piece(pool, page_ids[start : start + step], shard)
 
 
-def write_chunks(pool: KVPool, page_ids: Sequence[int], shard: Shard) -> Iterator[memoryview]:
+def write_chunks(pool: KVPool, page_ids: Sequence[int], shard: Shard) -> Chunks:
     """Room for the bytes of `read_chunks`: what is filled is written when the next is asked for."""
     step = _pages_per_chunk(pool, shard)
     room = memoryview(bytearray(piece_bytes(pool, min(step, len(page_ids)), shard)))
@@ -44,14 +44,13 @@ def write_chunks(pool: KVPool, page_ids: Sequence[int], shard: Shard) -> Iterato
 
 def read_piece(pool: KVPool, page_ids: Sequence[int], shard: Shard) -> memoryview:
     """A contiguous copy of the bytes of ``shard``, which is part of the pool's."""
-    layers, heads = shard.within(pool.shard)
-    piece = pool.slices[:, layers, :, heads][np.asarray(page_ids, dtype=np.int64)]
-    return memoryview(np.ascontiguousarray(piece).view(np.uint8).reshape(-1))
+    return memoryview(pool.read_slices(page_ids, *shard.within(pool.shard)))
 
 
 def piece_digest(pool: KVPool, data: memoryview, shard: Shard) -> int:
     """Digest of a piece as it travels; that of the pages that it was read from."""
-    return words_digest(_as_words(pool, data, shard), shard)
+    shape = (-1, shard.num_layers, 2, shard.num_heads, pool.slice_bytes // 8)
+    return words_digest(np.frombuffer(data, dtype=np.uint64).reshape(shape), shard)
 
 
 def write_piece(pool: KVPool, page_ids: Sequence[int], shard: Shard, data: memoryview) -> None:
@@ -59,15 +58,8 @@ def write_piece(pool: KVPool, page_ids: Sequence[int], shard: Shard, data: memor
     expected = piece_bytes(pool, len(page_ids), shard)
     if data.nbytes != expected:
         raise KVUnavailable(f"a piece of KV has {data.nbytes} bytes, {expected} are needed")
-    layers, heads = shard.within(pool.shard)
-    target = pool.slices[:, layers, :, heads]
-    target[np.asarray(page_ids, dtype=np.int64)] = _as_words(pool, data, shard)
+    pool.write_slices(page_ids, *shard.within(pool.shard), np.frombuffer(data, dtype=np.uint8))
 
 
 def _pages_per_chunk(pool: KVPool, shard: Shard) -> int:
     return max(_CHUNK_BYTES // piece_bytes(pool, 1, shard), 1)
-
-
-def _as_words(pool: KVPool, data: memoryview, shard: Shard) -> np.ndarray:
-    shape = (-1, shard.num_layers, 2, shard.num_heads, pool.slices.shape[-1])
-    return np.frombuffer(data, dtype=pool.slices.dtype).reshape(shape)

@@ -7,17 +7,17 @@ few contiguous pieces of memory and moves between instances without packing.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
-from daskserve.core.kv import blocks_for
+from daskserve.core.kv import KVStream, blocks_for
 from daskserve.core.shards import Shard
 from daskserve.errors import ConfigError
 from daskserve.workers.forward import ModelShape
-from daskserve.workers.kv_digest import slice_digests
+from daskserve.workers.kv_digest import host_digests
 
 SCRATCH_PAGE = 0
 """Padding rows and unused page-table entries point here; nobody owns it."""
@@ -77,17 +77,26 @@ class KVPool:
                 " a multiple of 8"
             )
         size = (num_blocks + 1, shard.num_layers, 2, shard.num_heads, block_size, head_dim)
-        self.pages = torch.zeros(size, dtype=dtype)
+        self.pages = self._make_pages(size, dtype)
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.num_free = num_blocks
-        raw = self.pages.view(torch.uint8)
-        self._bytes = raw.view(num_blocks + 1, -1).numpy()
-        self.slices = raw.view(*size[:4], -1).numpy().view(np.uint64)
-        """uint64 ``[num_blocks + 1, layers, 2, kv_heads, words]`` of ``pages``: words of a page."""
+        self.page_bytes = self.pages[0].nbytes
         # One byte per page, 1 = free: bytearray.find then finds runs of free pages at C speed.
         self._free_map = bytearray(b"\x00" + b"\x01" * num_blocks)
         self._pages_of: dict[Hashable, list[int]] = {}
+
+    def _make_pages(self, size: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        pages = torch.zeros(size, dtype=dtype)
+        raw = pages.view(torch.uint8)
+        self._bytes = raw.view(size[0], -1).numpy()
+        self._slices = raw.view(*size[:4], -1).numpy().view(np.uint64)
+        return pages
+
+    @property
+    def slice_bytes(self) -> int:
+        """Bytes of one head's keys, or values, of one layer in one page."""
+        return self.block_size * self.pages.shape[-1] * self.pages.itemsize
 
     @property
     def num_used(self) -> int:
@@ -155,7 +164,11 @@ class KVPool:
         Each is uint64 ``[layers, kv_heads]`` of the model. What is returned waits for them and is
         called once those steps are finished.
         """
-        return lambda: [slice_digests(self, pages) for pages in owners_pages]
+        return lambda: [self.slice_digests(pages) for pages in owners_pages]
+
+    def slice_digests(self, page_ids: Sequence[int], shard: Shard | None = None) -> np.ndarray:
+        """Of the layers and KV heads that are held here, or those of ``shard``. Any thread."""
+        return host_digests(self._slices, page_ids, self.shard, shard or self.shard)
 
     def end_pull(self, owner: Hashable, succeeded: bool) -> None:
         """A pull into the pages of ``owner`` is over; other ranks are told, where there are any."""
@@ -167,14 +180,41 @@ class KVPool:
 
     def page_views(self, page_ids: Sequence[int]) -> list[memoryview]:
         """Writable raw bytes of the pages in the given order; consecutive pages come merged."""
-        views = []
-        start = 0
-        for end in range(1, len(page_ids) + 1):
-            if end < len(page_ids) and page_ids[end] == page_ids[end - 1] + 1:
-                continue
-            first = page_ids[start]
-            if not (0 < first and page_ids[end - 1] <= self.num_blocks):
-                raise AccountingError(f"pages {page_ids[start:end]} are outside the pool")
-            views.append(memoryview(self._bytes[first : page_ids[end - 1] + 1].reshape(-1)))
+        self._check_ids(page_ids)
+        runs = runs_of(page_ids)
+        return [memoryview(self._bytes[first : last + 1].reshape(-1)) for first, last in runs]
+
+    def outgoing(self, page_ids: Sequence[int]) -> list[memoryview] | KVStream:
+        """The bytes of the pages, in order, to be sent. Any thread."""
+        return self.page_views(page_ids)
+
+    def incoming(self, page_ids: Sequence[int]) -> list[memoryview] | KVStream:
+        """Where bytes of pages, in order, are to be written. Any thread."""
+        return self.page_views(page_ids)
+
+    def read_slices(self, page_ids: Sequence[int], layers: slice, heads: slice) -> np.ndarray:
+        """uint8, a contiguous copy of ``[pages, layers, 2, heads]``."""
+        piece = self._slices[:, layers, :, heads][np.asarray(page_ids, dtype=np.int64)]
+        return np.ascontiguousarray(piece).view(np.uint8).reshape(-1)
+
+    def write_slices(
+        self, page_ids: Sequence[int], layers: slice, heads: slice, data: np.ndarray
+    ) -> None:
+        """Write what `read_slices` of as many pages gave, here or elsewhere."""
+        target = self._slices[:, layers, :, heads]
+        words = data.view(np.uint64).reshape(-1, *target.shape[1:])
+        target[np.asarray(page_ids, dtype=np.int64)] = words
+
+    def _check_ids(self, page_ids: Sequence[int]) -> None:
+        for first, last in runs_of(page_ids):
+            if not (0 < first and last <= self.num_blocks):
+                raise AccountingError(f"pages {first} to {last} are outside the pool")
+
+
+def runs_of(page_ids: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """First and last page of each run of consecutive ones, in order."""
+    start = 0
+    for end in range(1, len(page_ids) + 1):
+        if end == len(page_ids) or page_ids[end] != page_ids[end - 1] + 1:
+            yield page_ids[start], page_ids[end - 1]
             start = end
-        return views

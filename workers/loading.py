@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from daskserve.core.instance import DEFAULT_BUDGET_TOKENS, EngineConfig, Role
+from daskserve.core.instance import EngineConfig, Role
 from daskserve.errors import ConfigError
 from daskserve.models.catalog import resolve
 from daskserve.text.tokenizer import Tokenizer
 from daskserve.workers.engine import Engine
-from daskserve.workers.forward import Runner
+from daskserve.workers.forward import HostRunner, Runner
 from daskserve.workers.kv_pool import kv_layout, page_bytes
 from daskserve.workers.profile import stored_budget
 
-_MOST_DEFAULT_BLOCKS = 65_536  # a million tokens: more is bookkeeping without use
+_MOST_DEFAULT_TOKENS = 2**20  # more is bookkeeping without use
 
 LoadModel = Callable[[EngineConfig], tuple[Runner, Tokenizer]]
 
@@ -35,28 +35,32 @@ def load_model(config: EngineConfig) -> tuple[Runner, Tokenizer]:
 def build_engine(role: Role, config: EngineConfig, load: LoadModel = load_model) -> Engine:
     """Load the model and set up its engine and KV pool."""
     runner, tokenizer = load(config)
-    num_blocks = config.num_kv_blocks
-    if num_blocks is None:
-        size = page_bytes(runner.shape, runner.dtype, config.block_size, runner.shard)
-        num_blocks = min(config.kv_memory_bytes // size, _MOST_DEFAULT_BLOCKS)
-        if num_blocks < 1:
-            raise ConfigError(
-                f"kv_memory_bytes={config.kv_memory_bytes} is less than one KV block"
-                f" of {size} bytes"
-            )
-    return Engine(
+    block_size = config.block_size or runner.page_tokens
+    num_blocks = config.num_kv_blocks or _num_blocks(runner, config, block_size)
+    engine = Engine(
         runner,
-        runner.new_pool(num_blocks, config.block_size),
+        runner.new_pool(num_blocks, block_size),
         role,
         config,
         tokenizer,
-        budget_tokens=_budget_tokens(config),
-        kv_layout=kv_layout(config.model, runner.shape, runner.dtype, config.block_size),
+        budget_tokens=_budget_tokens(runner, config),
+        kv_layout=kv_layout(config.model, runner.shape, runner.dtype, block_size),
     )
+    runner.prepare(role)
+    return engine
 
 
-def _budget_tokens(config: EngineConfig) -> int:
+def _num_blocks(runner: Runner, config: EngineConfig, block_size: int) -> int:
+    size = page_bytes(runner.shape, runner.dtype, block_size, runner.shard)
+    kv_bytes = config.kv_memory_bytes or runner.default_kv_bytes(config)
+    if kv_bytes < size:
+        raise ConfigError(f"kv_memory_bytes={kv_bytes} is less than one KV block of {size} bytes")
+    return min(kv_bytes // size, _MOST_DEFAULT_TOKENS // block_size)
+
+
+def _budget_tokens(runner: Runner, config: EngineConfig) -> int:
     if config.prefill_budget_tokens is not None:
         return config.prefill_budget_tokens
-    measured = None if config.model == "mock" else stored_budget(config)
-    return measured or DEFAULT_BUDGET_TOKENS
+    is_measurable = isinstance(runner, HostRunner) and config.model != "mock"
+    measured = stored_budget(config) if is_measurable else None
+    return measured or runner.budget_tokens

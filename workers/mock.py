@@ -15,14 +15,14 @@ import torch
 
 from daskserve.core.instance import EngineConfig
 from daskserve.text.tokenizer import Tokenizer
-from daskserve.workers.forward import ForwardBatch, ModelShape
+from daskserve.workers.forward import ForwardBatch, HostRunner, ModelShape
 from daskserve.workers.kv_pool import KVPool
 from daskserve.workers.scores import Scores
 
 _SLOT_BYTES = 8  # one int64 in the key slot of a token, one in its value slot
 
 
-class MockRunner:
+class MockRunner(HostRunner):
     """Answers in lower-case letters and never ends by itself: ``max_tokens`` decides.
 
     Parameters
@@ -33,9 +33,6 @@ class MockRunner:
     tokenizer
         Gives the vocabulary and the context length.
     """
-
-    bubble_share = 0.0
-    max_open = 1
 
     def __init__(self, config: EngineConfig, tokenizer: Tokenizer) -> None:
         self.dtype = getattr(torch, config.dtype)

@@ -16,6 +16,7 @@ from daskserve.workers.attention import ATTENTION_NAME, AttentionRecorder
 from daskserve.workers.forward import ForwardBatch, LayerFacts
 
 if TYPE_CHECKING:
+    from daskserve.workers.cuda.runner import DeviceRunner
     from daskserve.workers.runner import ModelRunner
 
 # Root mean square difference of logits, relative to their spread, that rounding alone may cause.
@@ -34,7 +35,7 @@ def discover(model: torch.nn.Module) -> list[LayerFacts]:
         A layer does not call it, or the layers' KV differ in shape.
     """
     recorder = AttentionRecorder()
-    model(input_ids=torch.tensor([[1, 2]]), use_cache=False, paged=recorder)
+    model(input_ids=torch.tensor([[1, 2]], device=model.device), use_cache=False, paged=recorder)
     num_layers = model.config.get_text_config().num_hidden_layers
     if sorted(recorder.layers) != list(range(num_layers)):
         raise ModelError(
@@ -47,7 +48,7 @@ def discover(model: torch.nn.Module) -> list[LayerFacts]:
 
 
 @torch.inference_mode()
-def verify(runner: ModelRunner, name: str, block_size: int) -> None:
+def verify(runner: ModelRunner | DeviceRunner, name: str, block_size: int) -> None:
     """Compare a prefill, a decode and a chunked step with one plain forward pass.
 
     Raises
@@ -67,6 +68,7 @@ def verify(runner: ModelRunner, name: str, block_size: int) -> None:
         block_size,
         shape.head_dim,
         dtype=runner.dtype,
+        device=runner.model.device,
     )
     runner.bind(pages)
     plain = _plain_logits(runner.model, tokens)
@@ -80,7 +82,7 @@ def verify(runner: ModelRunner, name: str, block_size: int) -> None:
             context_tokens=np.array([end], dtype=np.int32),
             page_table=np.arange(num_pages, 0, -1, dtype=np.int32)[None],
         )
-        logits = runner.forward(batch)[0]
+        logits = runner.forward(batch)[0].cpu()
         expected = plain[end - 1]
         error = (logits - expected).square().mean().sqrt() / expected.std()
         if not error <= TOLERANCE[runner.dtype]:
@@ -95,6 +97,7 @@ def _plain_logits(model: torch.nn.Module, tokens: np.ndarray) -> torch.Tensor:
     """Logits of the model's own eager attention over all tokens at once."""
     model.set_attn_implementation("eager")
     try:
-        return model(input_ids=torch.from_numpy(tokens)[None], use_cache=False).logits[0].float()
+        ids = torch.from_numpy(tokens)[None].to(model.device)
+        return model(input_ids=ids, use_cache=False).logits[0].float().cpu()
     finally:
         model.set_attn_implementation(ATTENTION_NAME)

@@ -14,7 +14,7 @@ import os
 import platform
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -136,8 +136,8 @@ def profile_prefill(
 
     if config.model == "mock":
         raise ConfigError("the mock model has fixed step times: there is nothing to profile")
-    runner = load_runner(resolve(config.model), config)
-    points = measure(runner, config.block_size, on_point=on_point)
+    runner = load_runner(resolve(config.model), replace(config, device="cpu"))
+    points = measure(runner, config.block_size or runner.page_tokens, on_point=on_point)
     profile = PrefillProfile(Machine.of(config), tuple(points))
     store(profile)
     return profile

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
 
-from daskserve.core.kv import KVHandle
+from daskserve.core.kv import KVHandle, KVStream
 from daskserve.errors import KVUnavailable
 from daskserve.workers.kv_digest import kv_digest
 from daskserve.workers.kv_pool import KVPool
@@ -32,9 +32,9 @@ class Destination:
     pool: KVPool
 
     @property
-    def views(self) -> list[memoryview]:
+    def views(self) -> list[memoryview] | KVStream:
         """Their bytes on this rank, to be written in the order of the holder's pages."""
-        return self.pool.page_views(self.pages)
+        return self.pool.incoming(self.pages)
 
 
 Pull = Callable[[KVHandle, Destination], Awaitable[int | None]]
@@ -61,7 +61,8 @@ async def pull_verified(
         digest = await pull(handle, destination)
     if digest is None:
         check = partial(kv_digest, destination.pool, destination.pages)
-        is_small = sum(view.nbytes for view in destination.views) < _INLINE_DIGEST_BYTES
+        num_bytes = len(destination.pages) * destination.pool.page_bytes
+        is_small = num_bytes < _INLINE_DIGEST_BYTES
         digest = check() if is_small else await asyncio.to_thread(check)
     if digest != handle.digest:
         raise KVUnavailable(f"the pulled KV of {handle.request_id} is not what was computed")

@@ -8,7 +8,7 @@ import torch
 
 from daskserve.errors import ModelError
 from daskserve.workers.attention import PagedStep
-from daskserve.workers.forward import ForwardBatch, ModelShape, Runner
+from daskserve.workers.forward import ForwardBatch, HostRunner, ModelShape, Runner
 from daskserve.workers.fused import FusedDecoder
 from daskserve.workers.kernels.cpu import ask_for_huge_pages
 from daskserve.workers.kernels.vector import LANES
@@ -19,7 +19,7 @@ from daskserve.workers.scores import Scores
 __all__ = ["ForwardBatch", "ModelRunner", "ModelShape", "Runner"]
 
 
-class ModelRunner:
+class ModelRunner(HostRunner):
     """A transformers model bound to one KV pool.
 
     Parameters
@@ -33,9 +33,6 @@ class ModelRunner:
     compiled
         The compiled step or attention, for models that have one.
     """
-
-    bubble_share = 0.0
-    max_open = 1
 
     def __init__(
         self,

@@ -24,7 +24,7 @@ from daskserve.calibrate.in_service import decode_steps, steps_beside
 from daskserve.calibrate.machine import HARDWARE, hardware_facts, machine_facts
 from daskserve.calibrate.service_fit import Served, overheads_of, sharing_of
 from daskserve.calibrate.steps import StepRig, measure_steps
-from daskserve.core.instance import DEFAULT_BUDGET_TOKENS, EngineConfig
+from daskserve.core.instance import DEFAULT_BLOCK_SIZE, DEFAULT_BUDGET_TOKENS, EngineConfig
 from daskserve.errors import ConfigError
 from daskserve.models.catalog import resolve
 from daskserve.planner.hardware import GPU
@@ -113,7 +113,13 @@ def _measure(
     config: EngineConfig, grid: Grid, on_progress: OnProgress, load: LoadModel
 ) -> Measured:
     cores = len(os.sched_getaffinity(0))
-    config = replace(config, num_threads=config.num_threads or cores)
+    # What is measured, and what the profile says of the hardware, are the cores of this machine.
+    config = replace(
+        config,
+        num_threads=config.num_threads or cores,
+        device="cpu",
+        block_size=config.block_size or DEFAULT_BLOCK_SIZE,
+    )
     on_progress(f"loading {config.model}")
     rig = StepRig(config, grid, load)
     model = model_spec(config, rig.shape, rig.page_bytes)

@@ -13,12 +13,13 @@ from collections.abc import Callable
 import numpy as np
 
 from daskserve.calibrate.grid import TAIL_TOKENS, Grid, Point
-from daskserve.core.instance import EngineConfig, Role
+from daskserve.core.instance import DEFAULT_BLOCK_SIZE, EngineConfig, Role
 from daskserve.core.kv import KVHandle
 from daskserve.core.params import SamplingParams
 from daskserve.core.request import Request
 from daskserve.errors import DaskserveError, ModelError
 from daskserve.workers.engine import Engine, Reserved
+from daskserve.workers.forward import HOST_KV_BYTES
 from daskserve.workers.kv_pool import KVPool, page_bytes
 from daskserve.workers.loading import LoadModel, load_model
 from daskserve.workers.sequence import Sequence as EngineSequence
@@ -44,13 +45,13 @@ class StepRig:
 
     def __init__(self, config: EngineConfig, grid: Grid, load: LoadModel = load_model) -> None:
         runner, tokenizer = load(config)
-        shape, block_size = runner.shape, config.block_size
+        shape, block_size = runner.shape, config.block_size or DEFAULT_BLOCK_SIZE
         self.shape = shape
         self.page_bytes = page_bytes(shape, runner.dtype, block_size)
         self.points = grid.points(
             shape.context_tokens,
             config.max_batch_size,
-            config.num_kv_blocks or config.kv_memory_bytes // self.page_bytes,
+            config.num_kv_blocks or (config.kv_memory_bytes or HOST_KV_BYTES) // self.page_bytes,
             block_size,
         )
         # One page more for each request: the decode engine keeps that many in reserve.

@@ -8,6 +8,18 @@ from enum import StrEnum
 from daskserve.errors import InvalidParameter
 
 DTYPES = ("float32", "bfloat16")
+DEVICES = ("auto", "cpu", "cuda")
+DEFAULT_BLOCK_SIZE = 16
+"""Tokens per page where nothing asks for another size."""
+
+_OPTIONAL_COUNTS = (
+    "num_kv_blocks",
+    "kv_memory_bytes",
+    "block_size",
+    "prefill_budget_tokens",
+    "chunk_tokens",
+    "num_threads",
+)
 
 DEFAULT_BUDGET_TOKENS = 512
 """L_m where neither the configuration nor a profile says it."""
@@ -32,12 +44,18 @@ class EngineConfig:
         ``mock`` (fixed step time, for load tests).
     dtype
         ``float32`` (tokens equal to ``generate``) or ``bfloat16``.
+    device
+        ``cpu``, ``cuda``, or ``auto``: CUDA where PyTorch and the machine have it.
     num_kv_blocks
         Pages in the KV pool, scratch page excluded; None sizes it from ``kv_memory_bytes``.
     kv_memory_bytes
         Memory for KV when ``num_kv_blocks`` is None; of every rank, where there are several.
+        None: 1 GiB on CPUs, on CUDA what ``gpu_memory_fraction`` leaves beside the weights.
+    gpu_memory_fraction
+        The share of a card's memory that an instance may take, weights and all.
     block_size
-        Tokens per page.
+        Tokens per page; instances that exchange KV need the same. None: 16, on CUDA 256 where
+        PyTorch's attention reads pages of that size (2.12 or later).
     prefill_budget_tokens
         L_m: prompts are batched up to this many tokens, a longer one runs alone
         (DistServe section 4.3); None uses the profile of this machine or the default.
@@ -61,10 +79,11 @@ class EngineConfig:
 
     model: str = "smollm2-135m"
     dtype: str = "bfloat16"
-    device: str = "cpu"
+    device: str = "auto"
     num_kv_blocks: int | None = None
-    kv_memory_bytes: int = 2**30
-    block_size: int = 16
+    kv_memory_bytes: int | None = None
+    gpu_memory_fraction: float = 0.9
+    block_size: int | None = None
     prefill_budget_tokens: int | None = None
     chunk_tokens: int | None = None
     max_batch_size: int = 64
@@ -78,9 +97,14 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
             raise InvalidParameter("dtype", self.dtype, f"must be one of {', '.join(DTYPES)}")
-        for name in ("kv_memory_bytes", "block_size", "max_batch_size"):
-            _check_positive(name, getattr(self, name))
-        for name in ("num_kv_blocks", "prefill_budget_tokens", "chunk_tokens", "num_threads"):
+        if self.device not in DEVICES:
+            raise InvalidParameter("device", self.device, f"must be one of {', '.join(DEVICES)}")
+        if not 0 < self.gpu_memory_fraction <= 1:
+            raise InvalidParameter(
+                "gpu_memory_fraction", self.gpu_memory_fraction, "must be above 0, at most 1"
+            )
+        _check_positive("max_batch_size", self.max_batch_size)
+        for name in _OPTIONAL_COUNTS:
             if getattr(self, name) is not None:
                 _check_positive(name, getattr(self, name))
         for name in ("kv_lease_s", "kv_pull_timeout_s", "rank_timeout_s"):

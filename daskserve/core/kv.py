@@ -1,8 +1,10 @@
-"""KV block arithmetic and the handle that names a prefilled request's KV."""
+"""KV block arithmetic, the handle that names a prefilled request's KV, and KV on its way."""
 
 from __future__ import annotations
 
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 
 def blocks_for(num_tokens: int, block_size: int) -> int:
@@ -47,3 +49,37 @@ class KVHandle:
     pp: int = field(default=1, compare=False)
     ranks: tuple[str, ...] = field(default=(), compare=False)
     stage_layers: tuple[int, ...] = field(default=(), compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class KVFrame:
+    """A contiguous piece of KV: bytes on the host, or memory of a device."""
+
+    data: Any
+
+
+Chunks = Generator[memoryview, None, None]
+"""Bytes that are made, or taken, one piece after the other."""
+
+
+class DeviceFrames(Protocol):
+    """KV that may go from device to device without passing through the host."""
+
+    def frames(self) -> Iterator[KVFrame]:
+        """The KV in order, as it lies on the device."""
+
+    def fill(self, frame: KVFrame) -> None:
+        """Put what has come behind what came before (KVUnavailable)."""
+
+
+@dataclass(frozen=True, slots=True)
+class KVStream:
+    """KV that is read, or written, piece by piece: each chunk is good until the next is asked for.
+
+    Close ``chunks`` when they are not used to the end.
+    """
+
+    num_bytes: int
+    chunks: Chunks
+    device: DeviceFrames | None = None
+    """Another way to the same KV, where both sides have it on devices."""

@@ -343,7 +343,7 @@ class InstancePlugin(WorkerPlugin):
 
     # Not the instance's own methods: Dask never forgets a handler, and with it the weights.
 
-    def _export_kv(self, handle: KVHandle) -> list[memoryview]:
+    def _export_kv(self, handle: KVHandle) -> Views:
         if self._instance is None:
             raise KVUnavailable(f"the instance on {self.address} is closed")
         return self._instance.export(handle)

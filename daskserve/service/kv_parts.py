@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from distributed.core import ConnectionPool
 
-from daskserve.core.kv import KVHandle
+from daskserve.core.kv import KVHandle, KVStream
 from daskserve.core.placement import Parallelism
 from daskserve.core.shards import Shard, ShardMap
 from daskserve.errors import KVUnavailable
 from daskserve.service.kv_counters import KVCounters
-from daskserve.service.kv_pull import Chunks, Views, pull
+from daskserve.service.kv_pull import Views, pull
 from daskserve.service.kv_wire import pack_ask, unpack_ask
 from daskserve.service.names import PIN_KV, PULL_KV, RELEASE_KV
 
@@ -122,9 +122,9 @@ async def _fetch(
     data = memoryview(bytearray(0 if pages else num_bytes))
     room: Views = [data]
     if pages and shard == pool.shard:
-        room = pool.page_views(pages)  # all that this rank has: straight into its pages
+        room = pool.incoming(pages)  # all that this rank has: straight into its pages
     elif pages:
-        room = Chunks(num_bytes, write_chunks(pool, pages, shard))
+        room = KVStream(num_bytes, write_chunks(pool, pages, shard))
     stated = await pull(
         connections,
         handle,
@@ -243,8 +243,8 @@ def export_part(pool: KVPool, pages: Sequence[int], shard: Shard) -> Views:
             f" {shard.layers} and heads {shard.heads}"
         )
     if shard == own:
-        return pool.page_views(pages)
-    return Chunks(piece_bytes(pool, len(pages), shard), read_chunks(pool, pages, shard))
+        return pool.outgoing(pages)
+    return KVStream(piece_bytes(pool, len(pages), shard), read_chunks(pool, pages, shard))
 
 
 async def all_of(coroutines: Sequence[Coroutine[Any, Any, Any]]) -> list[Any]:

@@ -2,16 +2,17 @@
 
 The puller calls a worker RPC and shows its handle. After a positive answer the pages follow as
 raw bytes on the same connection, straight from the holder's pool into the puller's; where a
-transport has no byte stream (UCX, in-process) they travel as messages of byte arrays. When all
-have arrived the puller says so and the holder frees its pages. Whatever goes wrong becomes
-``KVUnavailable`` within the deadline, and the prompt is computed again.
+transport has no byte stream (UCX, in-process) they travel as messages, and between devices over
+UCX these hold device memory, which never comes to the host. When all have arrived the puller says
+so and the holder frees its pages. Whatever goes wrong becomes ``KVUnavailable`` within the
+deadline, and the prompt is computed again.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import numpy as np
 from distributed.comm import Comm
@@ -19,10 +20,11 @@ from distributed.core import CommClosedError, ConnectionPool, Status
 from distributed.protocol import to_serialize
 from tornado.iostream import IOStream
 
-from daskserve.core.kv import KVHandle
+from daskserve.core.kv import DeviceFrames, KVFrame, KVHandle, KVStream
 from daskserve.core.shards import Shard
 from daskserve.errors import KVUnavailable
 from daskserve.service.kv_counters import KVCounters
+from daskserve.service.kv_frames import SERIALIZERS, carries_device_memory
 from daskserve.service.kv_wire import (
     DONE,
     Answer,
@@ -38,21 +40,11 @@ OPERATION = "daskserve-kv-pull"
 
 _PIECE_BYTES = 4 * 2**20  # between two looks at the deadline
 _PLAIN = ["msgpack"]
-_ARRAYS = ["dask", "msgpack"]
 
 T = TypeVar("T")
-Export = Callable[[KVHandle], list[memoryview]]
+Views = list[memoryview] | KVStream
+Export = Callable[[KVHandle], Views]
 Release = Callable[[str, bytes], None]
-
-
-class Chunks(NamedTuple):
-    """Bytes that are made, or taken, chunk by chunk: each is good until the next is asked for."""
-
-    num_bytes: int
-    chunks: Iterator[memoryview]
-
-
-Views = list[memoryview] | Chunks
 ExportPart = Callable[[KVHandle, Shard], Awaitable[tuple[Views, int]]]
 
 
@@ -113,6 +105,7 @@ async def pull(
         if not is_clean:
             # Closes the socket at once, so that nothing writes to the pages any more.
             comm.abort()
+        _end(destination)
         pool.reuse(address, comm)
 
 
@@ -128,7 +121,8 @@ async def _receive(
     shard: Shard | None,
 ) -> int:
     num_bytes = _num_bytes(destination)
-    ask = {"op": OPERATION, "ask": pack_ask(handle, num_bytes, shard)}
+    device = _device_frames(comm, destination)
+    ask = {"op": OPERATION, "ask": pack_ask(handle, num_bytes, shard, device is not None)}
     await _soon(comm.write(ask, serializers=_PLAIN), stall_s)
     answer = unpack_answer(await _soon(comm.read(deserializers=_PLAIN), stall_s))
     if answer.reason is not None:
@@ -141,20 +135,34 @@ async def _receive(
             raise KVUnavailable("raw bytes offered on a connection without a byte stream")
         for piece in _pieces(destination):
             await _soon(stream.read_into(piece), stall_s)
+    elif answer.is_device:
+        await _receive_frames(comm, device, num_bytes, stall_s)
     else:
         await _receive_messages(comm, destination, stall_s)
     await _soon(comm.write(DONE, serializers=_PLAIN), stall_s)
     return answer.digest
 
 
+async def _receive_frames(
+    comm: Comm, device: DeviceFrames | None, num_bytes: int, stall_s: float
+) -> None:
+    """Memory of the holder's device into that of ours."""
+    if device is None:
+        raise KVUnavailable("device memory offered to whom has not asked for it")
+    while num_bytes > 0:
+        frame = _frame_of(await _soon(comm.read(deserializers=SERIALIZERS), stall_s))
+        device.fill(frame)
+        num_bytes -= frame.data.nbytes
+
+
 async def _receive_messages(comm: Comm, destination: Views, stall_s: float) -> None:
-    """Pieces as arrays, cut without regard to the bounds of our pages."""
+    """Pieces of bytes, cut without regard to the bounds of our pages."""
     data = np.empty(0, np.uint8)
     for view in _pieces(destination):
         target = np.frombuffer(view, np.uint8)
         while target.size:
             if not data.size:
-                data = _checked_array(await _soon(comm.read(deserializers=_ARRAYS), stall_s))
+                data = _bytes_of(await _soon(comm.read(deserializers=SERIALIZERS), stall_s))
             size = min(target.size, data.size)
             target[:size] = data[:size]
             target, data = target[size:], data[size:]
@@ -162,16 +170,18 @@ async def _receive_messages(comm: Comm, destination: Views, stall_s: float) -> N
         raise KVUnavailable("more KV than was asked for")
 
 
-def _checked_array(message: object) -> np.ndarray:
-    data = message.get("kv") if isinstance(message, dict) else None
-    if (
-        not isinstance(data, np.ndarray)
-        or data.dtype != np.uint8
-        or data.ndim != 1
-        or not data.size
-    ):
-        raise KVUnavailable("a piece of KV that is not plain bytes")
-    return data
+def _frame_of(message: object) -> KVFrame:
+    frame = message.get("kv") if isinstance(message, dict) else None
+    if not isinstance(frame, KVFrame) or not getattr(frame.data, "nbytes", 0):
+        raise KVUnavailable("a message that holds no KV")
+    return frame
+
+
+def _bytes_of(message: object) -> np.ndarray:
+    try:
+        return np.frombuffer(_frame_of(message).data, np.uint8)
+    except (TypeError, ValueError, BufferError) as error:
+        raise KVUnavailable("a piece of KV that is not plain bytes") from error
 
 
 class KVServer:
@@ -217,10 +227,14 @@ class KVServer:
             await comm.write(pack_answer(Answer(reason=str(refusal))), serializers=_PLAIN)
             return Status.dont_reply
         try:
-            await self._send(comm, views, Answer(held, _byte_stream(comm) is not None, digest))
+            device = _device_frames(comm, views) if asked.to_device else None
+            answer = Answer(held, _byte_stream(comm) is not None, digest, device is not None)
+            await self._send(comm, views, answer, device)
         except OSError as error:
             comm.abort()
             raise CommClosedError(f"a KV pull broke off: {error!r}") from error
+        finally:
+            _end(views)
         if asked.shard is None:
             self._release(asked.handle.request_id, asked.handle.secret)
         return Status.dont_reply
@@ -232,16 +246,18 @@ class KVServer:
             raise KVUnavailable(f"{self._address} does not give parts of its KV")
         return await self._export_part(asked.handle, asked.shard)
 
-    async def _send(self, comm: Comm, views: Views, answer: Answer) -> None:
+    async def _send(
+        self, comm: Comm, views: Views, answer: Answer, device: DeviceFrames | None
+    ) -> None:
         stream = _byte_stream(comm)
         await _soon(comm.write(pack_answer(answer), serializers=_PLAIN), self._stall_s)
         if stream is not None:
             for piece in _pieces(views):
                 await _soon(stream.write(piece), self._stall_s)
         else:
-            for piece in _pieces(views):
-                message = {"kv": to_serialize(np.frombuffer(piece, np.uint8))}
-                await _soon(comm.write(message, serializers=_ARRAYS), self._stall_s)
+            for frame in device.frames() if device else map(KVFrame, _pieces(views)):
+                message = {"kv": to_serialize(frame)}
+                await _soon(comm.write(message, serializers=SERIALIZERS), self._stall_s)
         if await _soon(comm.read(deserializers=_PLAIN), self._stall_s) != DONE:
             raise CommClosedError("the puller did not confirm")
 
@@ -253,13 +269,26 @@ def _byte_stream(comm: Comm) -> IOStream | None:
 
 
 def _num_bytes(views: Views) -> int:
-    return views.num_bytes if isinstance(views, Chunks) else sum(view.nbytes for view in views)
+    return views.num_bytes if isinstance(views, KVStream) else sum(view.nbytes for view in views)
 
 
 def _pieces(views: Views) -> Iterator[memoryview]:
-    for view in views.chunks if isinstance(views, Chunks) else views:
+    for view in views.chunks if isinstance(views, KVStream) else views:
         for start in range(0, view.nbytes, _PIECE_BYTES):
             yield view[start : start + _PIECE_BYTES]
+
+
+def _device_frames(comm: Comm, views: Views) -> DeviceFrames | None:
+    """The way between devices, if this side and the connection have one."""
+    if isinstance(views, KVStream) and carries_device_memory(comm):
+        return views.device
+    return None
+
+
+def _end(views: Views) -> None:
+    """No chunk is used any more: what copies them stops, and has stopped when this returns."""
+    if isinstance(views, KVStream):
+        views.chunks.close()
 
 
 async def _soon(awaitable: Awaitable[T], timeout_s: float) -> T:

@@ -13,7 +13,7 @@ from daskserve.core.shards import Shard
 from daskserve.errors import KVUnavailable
 
 _MAGIC = b"DSKV"
-_VERSION = 2
+_VERSION = 3
 _MAX_ID_BYTES = 256
 _MAX_SECRET_BYTES = 64
 _MAX_LAYOUT_BYTES = 64
@@ -21,12 +21,12 @@ _MAX_REASON_BYTES = 500
 _MAX_KV_BYTES = 2**40
 
 # magic, version, bytes of id / secret / layout, tokens, digest, KV bytes; first layer, layers,
-# first head, heads of a part, all 0 for the whole
-_ASK = struct.Struct("<4sBHBBQQQ4H")
+# first head, heads of a part, all 0 for the whole; whether frames may stay on a device
+_ASK = struct.Struct("<4sBHBBQQQ4H?")
 # magic, version, status, KV bytes, their digest, bytes of the reason
 _ANSWER = struct.Struct("<4sBBQQH")
 
-_REFUSED, _RAW, _MESSAGES = range(3)
+_REFUSED, _RAW, _MESSAGES, _DEVICE = range(4)
 
 DONE = b"DSKV-done"
 """The puller has every byte: the holder may free the pages."""
@@ -37,16 +37,19 @@ class Ask:
     """A handle shown by a puller, and how many bytes its pages take.
 
     ``shard`` are the layers and heads that it wants; None: all, which one rank holds.
+    ``to_device`` says that it can take frames of device memory.
     """
 
     handle: KVHandle
     num_bytes: int
     shard: Shard | None = None
+    to_device: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """``reason`` of a refusal, or how the bytes come: raw on the stream or in messages.
+    """``reason`` of a refusal, or how the bytes come: raw on the stream, or in messages, which
+    ``is_device`` says hold device memory.
 
     ``digest`` is what was computed when the prompt was.
     """
@@ -54,10 +57,13 @@ class Answer:
     num_bytes: int = 0
     is_raw: bool = False
     digest: int = 0
+    is_device: bool = False
     reason: str | None = None
 
 
-def pack_ask(handle: KVHandle, num_bytes: int, shard: Shard | None = None) -> bytes:
+def pack_ask(
+    handle: KVHandle, num_bytes: int, shard: Shard | None = None, to_device: bool = False
+) -> bytes:
     """The header that asks for the KV of ``handle``, or for some layers and heads of it."""
     part = (0, 0, 0, 0)
     if shard is not None:
@@ -74,6 +80,7 @@ def pack_ask(handle: KVHandle, num_bytes: int, shard: Shard | None = None) -> by
         handle.digest,
         num_bytes,
         *part,
+        to_device,
     )
     return header + request_id + handle.secret + layout
 
@@ -95,7 +102,7 @@ def unpack_ask(data: object, address: str) -> Ask:
     """
     if not isinstance(data, bytes) or len(data) < _ASK.size:
         raise KVUnavailable("not a KV request")
-    magic, version, id_size, secret_size, layout_size, num_tokens, digest, num_bytes, *part = (
+    magic, version, id_size, secret_size, layout_size, num_tokens, digest, num_bytes, *rest = (
         _ASK.unpack_from(data)
     )
     if magic != _MAGIC or version != _VERSION:
@@ -109,6 +116,7 @@ def unpack_ask(data: object, address: str) -> Ask:
         and 0 < num_bytes <= _MAX_KV_BYTES
     ):
         raise KVUnavailable("a KV request with a length beyond its limit")
+    *part, to_device = rest
     if any(part) and not (part[1] and part[3]):
         raise KVUnavailable("a KV request for no layers or no heads")
     start = _ASK.size
@@ -126,13 +134,13 @@ def unpack_ask(data: object, address: str) -> Ask:
         )
     except UnicodeDecodeError:
         raise KVUnavailable("a KV request with a malformed name") from None
-    return Ask(handle, num_bytes, Shard(*part) if any(part) else None)
+    return Ask(handle, num_bytes, Shard(*part) if any(part) else None, to_device)
 
 
 def pack_answer(answer: Answer) -> bytes:
     """The header that precedes the bytes, or the refusal."""
     reason = (answer.reason or "").encode()[:_MAX_REASON_BYTES]
-    status = _RAW if answer.is_raw else _MESSAGES
+    status = _RAW if answer.is_raw else _DEVICE if answer.is_device else _MESSAGES
     if answer.reason is not None:
         status = _REFUSED
     header = (_MAGIC, _VERSION, status, answer.num_bytes, answer.digest, len(reason))
@@ -147,7 +155,7 @@ def unpack_answer(data: object) -> Answer:
     well_formed = (
         magic == _MAGIC
         and version == _VERSION
-        and status in (_REFUSED, _RAW, _MESSAGES)
+        and status in (_REFUSED, _RAW, _MESSAGES, _DEVICE)
         and reason_size <= _MAX_REASON_BYTES
         and len(data) == _ANSWER.size + reason_size
     )
@@ -155,4 +163,4 @@ def unpack_answer(data: object) -> Answer:
         raise KVUnavailable("a malformed answer to a KV request")
     if status == _REFUSED:
         return Answer(reason=data[_ANSWER.size :].decode(errors="replace"))
-    return Answer(num_bytes, status == _RAW, digest)
+    return Answer(num_bytes, status == _RAW, digest, status == _DEVICE)

@@ -18,8 +18,9 @@ from daskserve.config import ServiceSettings
 from daskserve.core.instance import EngineConfig, Role
 from daskserve.core.placement import Parallelism
 from daskserve.errors import ConfigError
+from daskserve.service.cards import Cards, require_dask_cuda
 
-_HOST = "127.0.0.1"
+HOST = "127.0.0.1"
 WORKER_TTL = "30s"
 """Without a heartbeat for so long a worker is replaced; loading a model must not take it up."""
 
@@ -28,6 +29,8 @@ _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS
 
 # When a rank dies torch's C++ prints a stack trace per connection; our errors say who it was.
 _QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
+
+_MAPPINGS = ("config", "env")
 
 Cores = Sequence[Sequence[int]] | str | None
 Instances = int | Sequence[Parallelism]
@@ -81,6 +84,7 @@ def local_cluster(
     is_flippable: bool,
     asynchronous: bool,
     configs: Mapping[str, EngineConfig],
+    cards: Cards | None = None,
 ) -> OwnCluster:
     """Scheduler and workers on loopback, dashboard off unless an address is set.
 
@@ -99,6 +103,8 @@ def local_cluster(
         For use inside a running event loop.
     configs
         By name (``decode-1``) the engines that are not like ``config``.
+    cards
+        The GPUs of the ranks; None: they run on the CPU.
 
     Raises
     ------
@@ -107,6 +113,32 @@ def local_cluster(
         have here.
     """
     _check_protocol(settings.protocol)
+    shapes = _checked_shapes(instances)
+    shares = iter(_share(cores, sum(shape.num_gpus for _, shape in shapes)))
+    workers: dict[str, Any] = {}
+    for index, (role, shape) in enumerate(shapes):
+        name = f"{role.value.lower()}-{index}"
+        own = [next(shares) for _ in range(shape.num_gpus)]
+        engine = configs.get(name, config)
+        workers |= instance_workers(name, role, shape, engine, settings, own, is_flippable)
+    scheduler = _scheduler(settings.protocol, settings.dashboard_address)
+    if cards is not None and cards.most_on_one == 1 and cards.protocol == "ucx":
+        require_dask_cuda()
+        from daskserve.service.local_cuda import OwnCUDACluster
+
+        options = [worker["options"] for worker in workers.values()]
+        return OwnCUDACluster(cards.of_rank, options, scheduler["options"], asynchronous)
+    for rank, worker in enumerate(workers.values() if cards else ()):
+        worker["options"] = _joined(worker["options"], cards.options_of(rank))
+    return OwnCluster(
+        workers=workers,
+        scheduler=scheduler,
+        asynchronous=asynchronous,
+        silence_logs=logging.WARNING,
+    )
+
+
+def _checked_shapes(instances: Mapping[Role, Instances]) -> list[tuple[Role, Parallelism]]:
     shapes = [(role, shape) for role in Role for shape in _shapes(instances.get(role, 0))]
     roles = {role for role, _ in shapes}
     if not roles or (Role.PREFILL in roles) != (Role.DECODE in roles):
@@ -115,19 +147,7 @@ def local_cluster(
             "an own cluster needs prefill and decode instances, or colocated ones; asked for "
             + ", ".join(f"{role.value.lower()}={count}" for role, count in counts.items())
         )
-    shares = iter(_share(cores, sum(shape.num_gpus for _, shape in shapes)))
-    workers: dict[str, Any] = {}
-    for index, (role, shape) in enumerate(shapes):
-        name = f"{role.value.lower()}-{index}"
-        own = [next(shares) for _ in range(shape.num_gpus)]
-        engine = configs.get(name, config)
-        workers |= instance_workers(name, role, shape, engine, settings, own, is_flippable)
-    return OwnCluster(
-        workers=workers,
-        scheduler=_scheduler(settings.protocol, settings.dashboard_address),
-        asynchronous=asynchronous,
-        silence_logs=logging.WARNING,
-    )
+    return shapes
 
 
 def instance_workers(
@@ -176,11 +196,11 @@ def _scheduler(protocol: str, dashboard_address: str | None) -> dict[str, Any]:
     return {
         "cls": Scheduler,
         "options": {
-            "host": _HOST,
+            "host": HOST,
             "port": 0,
             "protocol": protocol,
             "dashboard": dashboard_address is not None,
-            "dashboard_address": dashboard_address or f"{_HOST}:0",
+            "dashboard_address": dashboard_address or f"{HOST}:0",
         },
     }
 
@@ -192,6 +212,11 @@ def num_slots(role: Role, config: EngineConfig, settings: ServiceSettings) -> in
     if role is Role.DECODE:
         return config.max_batch_size
     return config.max_batch_size + settings.prefill_slots
+
+
+def shapes_of(instances: Mapping[Role, Instances]) -> list[Parallelism]:
+    """The shape of every instance, in the order in which their ranks are started."""
+    return [shape for role in Role for shape in _shapes(instances.get(role, 0))]
 
 
 def _shapes(instances: Instances) -> Sequence[Parallelism]:
@@ -224,14 +249,14 @@ def _worker(
     return {
         "cls": Nanny,
         "options": {
-            "host": _HOST,
+            "host": HOST,
             "protocol": settings.protocol,
             "nthreads": max(slots.values(), default=1),
             "resources": slots,
             "config": {f"daskserve.rank.{key}": value for key, value in place.items()},
             "memory_limit": 0,  # the KV pool is ours to watch, Dask would take it for a leak
             "dashboard": False,
-            "dashboard_address": f"{_HOST}:0",
+            "dashboard_address": f"{HOST}:0",
             "env": dict.fromkeys(_THREAD_VARIABLES, str(num_threads)) | _QUIET,
             "plugins": (CoreAffinity(cores),) if cores else (),
             # Failed requests raise where they are awaited; what workers log of them, and of the
@@ -247,6 +272,12 @@ def _check_protocol(protocol: str) -> None:
     except ValueError as error:
         hint = "; pip install distributed-ucxx-cu12" if protocol.startswith("ucx") else ""
         raise ConfigError(f"protocol={protocol}: {error}{hint}") from None
+
+
+def _joined(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
+    """Options of a worker; environments and settings of both hold."""
+    both = {name: first[name] | value for name, value in second.items() if name in _MAPPINGS}
+    return first | second | both
 
 
 def _share(cores: Cores, count: int) -> list[Sequence[int] | None]:

@@ -9,11 +9,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from daskserve.core.instance import InstanceInfo, Role
+from daskserve.core.instance import EngineConfig, InstanceInfo, Role
 from daskserve.core.kv import blocks_for
 from daskserve.core.params import MAX_SEED, SamplingParams
 from daskserve.core.request import Request
 from daskserve.errors import ContextOverflow, InvalidParameter, NeverFits
+from daskserve.models.catalog import resolve
 from daskserve.text.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int] | Sequence[dict[str, Any]]
@@ -33,6 +34,11 @@ class RequestMaker:
         self._numbers = itertools.count(1)
         # Ids begin with a number: Dask groups tasks by the letters at the start of their keys.
         self._suffix = secrets.token_hex(8)
+
+    @classmethod
+    def of(cls, config: EngineConfig) -> RequestMaker:
+        """For the model of an engine (ModelError)."""
+        return cls(Tokenizer.load(resolve(config.model)))
 
     def make(
         self, prompt: Prompt, params: SamplingParams, instances: Sequence[InstanceInfo]

@@ -17,13 +17,13 @@ from daskserve.core.params import SamplingParams
 from daskserve.core.request import Request
 from daskserve.core.slo import SLO
 from daskserve.errors import ConfigError
-from daskserve.models.catalog import resolve
+from daskserve.service.cards import on_device, placed_on
 from daskserve.service.connection import Connection
 from daskserve.service.control import InstanceControl
 from daskserve.service.figures import ServiceFigures
 from daskserve.service.graph import submit_graph
 from daskserve.service.joining import Expected, reaching, scheduler_address
-from daskserve.service.local import Cores, Instances, local_cluster, own_cluster_config
+from daskserve.service.local import Cores, Instances, local_cluster, own_cluster_config, shapes_of
 from daskserve.service.online import OnlineRequests
 from daskserve.service.requests import Prompt, RequestMaker
 from daskserve.service.token_stream import TokenListener, TokenStream, own_host
@@ -60,9 +60,7 @@ class Service(InstanceControl, ServiceFigures):
         self._connection: Connection | None = None
         self._listener: TokenListener | None = None
         self._online: OnlineRequests | None = None
-        self._futures: weakref.WeakKeyDictionary[Future, Future | None] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._futures = weakref.WeakKeyDictionary[Future, Future | None]()
 
     @classmethod
     def local(
@@ -72,6 +70,7 @@ class Service(InstanceControl, ServiceFigures):
         colocated: Instances = 0,
         config: EngineConfig | None = None,
         *,
+        device: str | None = None,
         cores: Cores = "auto",
         flippable: bool = False,
         protocol: str | None = None,
@@ -85,18 +84,17 @@ class Service(InstanceControl, ServiceFigures):
         ----------
         prefill, decode, colocated
             Instances of each role, one process each; or their shapes, one process per rank:
-            ``prefill=[Parallelism(tp=2)]``. Colocated ones serve alone:
-            ``Service.local(prefill=0, decode=0, colocated=2)``.
+            ``prefill=[Parallelism(tp=2)]``. Colocated ones serve alone, with both others 0.
         config
             Engine of every instance.
+        device
+            Instead of that in ``config``. On CUDA instances share GPUs if they are too few.
         cores
-            ``"auto"`` shares the cores out, a list of lists gives each rank its own
-            (prefill, decode, colocated), None binds to none.
+            ``"auto"`` shares them out, a list of lists gives each rank its own, None binds none.
         flippable
             Prefill and decode instances can take each other's role, see `flip`.
         protocol
-            Of Dask's connections, KV among them: ``tcp``, or ``ucx`` with UCXX; None: the setting
-            ``service.protocol``.
+            Of Dask's connections, KV among them: ``tcp`` or ``ucx``; None: ``service.protocol``.
         slo
             Limits that batches are measured against.
         asynchronous
@@ -111,10 +109,11 @@ class Service(InstanceControl, ServiceFigures):
             Wrong numbers or cores; the model cannot be loaded; instances do not start.
         """
         counts = {Role.PREFILL: prefill, Role.DECODE: decode, Role.COLOCATED: colocated}
-        own = {"instances": counts, "cores": cores, "protocol": protocol}
-        own["is_flippable"] = flippable
-        expected = Expected(configs=configs or {})
-        return cls(config or EngineConfig(), slo, None, own, asynchronous, expected)._opened()
+        config, cards = on_device(config or EngineConfig(), device, shapes_of(counts), protocol)
+        own = {"instances": counts, "cores": cores, "is_flippable": flippable, "cards": cards}
+        own["protocol"] = cards.protocol if cards else protocol
+        expected = Expected(configs=placed_on(cards, configs or {}))
+        return cls(config, slo, None, own, asynchronous, expected)._opened()
 
     @classmethod
     def attach(
@@ -269,7 +268,7 @@ class Service(InstanceControl, ServiceFigures):
         if self._asynchronous:
             return self
         try:
-            self._maker = _request_maker(self.config)
+            self._maker = RequestMaker.of(self.config)
             if self._own is not None:
                 with dask.config.set(own_cluster_config(self._settings.dashboard_address)):
                     self._cluster = self._new_cluster()
@@ -286,7 +285,7 @@ class Service(InstanceControl, ServiceFigures):
         if self._connection is not None:
             return self
         try:
-            self._maker = await asyncio.to_thread(_request_maker, self.config)
+            self._maker = await asyncio.to_thread(RequestMaker.of, self.config)
             if self._own is not None:
                 with dask.config.set(own_cluster_config(self._settings.dashboard_address)):
                     self._cluster = await self._new_cluster()
@@ -310,6 +309,7 @@ class Service(InstanceControl, ServiceFigures):
             self._own["is_flippable"],
             asynchronous=self._asynchronous,
             configs=self._expected.configs,
+            cards=self._own["cards"],
         )
 
     async def _join(self) -> None:
@@ -348,7 +348,3 @@ class Service(InstanceControl, ServiceFigures):
         finally:
             if self._cluster is not None:
                 await self._cluster.close()
-
-
-def _request_maker(config: EngineConfig) -> RequestMaker:
-    return RequestMaker(Tokenizer.load(resolve(config.model)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import random
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from daskserve.core.instance import EngineConfig, Role
+from daskserve.core.kv import KVStream
 from daskserve.core.params import SamplingParams
 from daskserve.core.request import Prefilled, Request, TokenDelta
 from daskserve.errors import KVUnavailable
@@ -163,6 +164,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("attended_family", ATTENDED)
 
 
+def _pieces(way: list[memoryview] | KVStream) -> Iterable[memoryview]:
+    return way.chunks if isinstance(way, KVStream) else way
+
+
 class Rig:
     """Engines on one thread and a clock that only tests move: exact, repeatable schedules.
 
@@ -261,10 +266,12 @@ class Rig:
         return sum(engine.pool.num_used for engine in self.by_role.values())
 
     def _copy(self, source, target, handle, reserved) -> None:
-        data = b"".join(source.pool.page_views(source.holding.pin(handle, self.now)))
+        sent = _pieces(source.pool.outgoing(source.holding.pin(handle, self.now)))
+        data = b"".join(bytes(piece) for piece in sent)
         source.release(handle.request_id, handle.secret)
-        for view in target.pool.page_views(reserved.pages):
+        for view in _pieces(target.pool.incoming(reserved.pages)):
             view[:], data = data[: view.nbytes], data[view.nbytes :]
+        assert not data
 
     def _route(self) -> bool:
         any_events = False

@@ -6,9 +6,10 @@ import dataclasses
 
 import pytest
 
-from daskserve.core.instance import DEFAULT_BUDGET_TOKENS, EngineConfig, Role
+from daskserve.core.instance import EngineConfig, Role
 from daskserve.errors import ConfigError
 from daskserve.models.catalog import resolve
+from daskserve.workers.forward import HostRunner
 from daskserve.workers.loader import load_runner
 from daskserve.workers.loading import build_engine
 from daskserve.workers.profile import (
@@ -50,7 +51,7 @@ def test_measured_steps_cover_sizes_alone_and_batched() -> None:
 def test_an_engine_uses_the_profile_of_its_machine(cache) -> None:
     seen = []
     assert stored_budget(cache) is None
-    assert build_engine(Role.PREFILL, cache).budget_tokens == DEFAULT_BUDGET_TOKENS
+    assert build_engine(Role.PREFILL, cache).budget_tokens == HostRunner.budget_tokens
     profile = profile_prefill(cache, seen.append)
     assert [p.num_tokens for p in seen] == [p.num_tokens for p in profile.points]
     assert stored_budget(cache) == profile.budget_tokens

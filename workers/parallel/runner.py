@@ -13,7 +13,7 @@ import torch
 
 from daskserve.core.shards import Shard
 from daskserve.errors import InstanceLost, ModelError
-from daskserve.workers.forward import ForwardBatch
+from daskserve.workers.forward import ForwardBatch, HostRunner
 from daskserve.workers.kv_digest import slice_digests
 from daskserve.workers.kv_pool import KVPool
 from daskserve.workers.parallel.answers import Answer, merged
@@ -39,7 +39,7 @@ _BEATS_PER_TIMEOUT = 3
 T = TypeVar("T")
 
 
-class ParallelRunner:
+class ParallelRunner(HostRunner):
     """Gives every rank its orders, computes its own share, and puts the logits together.
 
     Any thread may call; calls wait for each other. Between steps the ranks are asked for a sign of

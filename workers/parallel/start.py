@@ -58,6 +58,8 @@ def start_rank(
     InstanceLost
         Another rank is gone or never came; the error names it.
     """
+    if config.device == "cuda":
+        raise ModelError("device=cuda: instances of several ranks compute on CPUs only")
     model = read_model(resolve(config.model), parallelism)
     if rank == HEAD:
         layers = stage_layers(model.config, parallelism.pp, role)

@@ -1,0 +1,1 @@
+"""The engine on CUDA devices: inputs, attention, sampling, graphs and copies that never block."""

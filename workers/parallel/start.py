@@ -62,8 +62,7 @@ def start_rank(
         raise ModelError("device=cuda: instances of several ranks compute on CPUs only")
     model = read_model(resolve(config.model), parallelism)
     if rank == HEAD:
-        layers = stage_layers(model.config, parallelism.pp, role)
-        store.set(_STAGES, " ".join(map(str, layers)))
+        _tell_stages(store, stage_layers(model.config, parallelism.pp, role))
     group = RankGroup(
         store,
         parallelism,
@@ -81,6 +80,10 @@ def start_rank(
             raise ModelError(str(error)) from error
         raise
     return stage
+
+
+def _tell_stages(store: dist.Store, layers: tuple[int, ...]) -> None:
+    store.set(_STAGES, " ".join(map(str, layers)))
 
 
 def _load(model: ShardedModel, group: RankGroup, config: EngineConfig) -> Stage:

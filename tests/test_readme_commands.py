@@ -27,6 +27,11 @@ NOT_RUN = {
     "daskserve bench --find-goodput ": "minutes; a short one is in tests/bench/test_command.py",
     "daskserve plan --model ": "run in tests/planner/test_readme_planning.py",
     "daskserve simulate placement.yaml --prompt-tokens ": "run in test_readme_planning.py too",
+    "daskserve deploy ": "written and started in tests/deploy",
+    "daskserve doctor ": "tests/doctor",
+    "daskserve run-batch --scheduler tcp://gpu-a": "on other hosts; tests/deploy/test_started.py",
+    "daskserve serve --prefill 4 ": "six instances; replanned in tests/service and tests/replay",
+    "daskserve replay ": "tests/replay",
     "daskserve dashboard ": "pages are served in tests/dashboards",
 }
 RUN = (
@@ -75,7 +80,7 @@ PROGRAMS = {
 
 
 def finish(words: list[str], folder: Path) -> str:
-    done = subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, f"{' '.join(words)}\n{done.stdout}\n{done.stderr}"
     return done.stdout
 

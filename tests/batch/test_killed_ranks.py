@@ -1,4 +1,4 @@
-"""Jobs on instances of four ranks each, of which one dies: no row is lost or repeated.
+"""Jobs on instances of four ranks each, of which one dies or hangs: no row is lost or repeated.
 
 With a second decode instance the requests go on there; without one, once the group has come
 together again.
@@ -17,6 +17,7 @@ from pathlib import Path
 import dask
 import pytest
 from distributed import Client
+from distributed.diagnostics.plugin import WorkerPlugin
 from distributed.utils import get_mp_context
 
 from daskserve import EngineConfig, SamplingParams, Service, run_batch
@@ -42,6 +43,30 @@ ROWS = [{"custom_id": f"id-{i}", "prompt": prompt} for i, prompt in enumerate(PR
 FOUR = Parallelism(2, 2)
 DECODE = {"elsewhere": [FOUR, Parallelism()], "here again": [FOUR]}
 RANKS = [f"{instance}{rank}" for instance in ("prefill-0", "decode-1") for rank in ("", ".1", ".3")]
+
+
+class DieHalfWay(WorkerPlugin):
+    """Kills a rank, once, when half of its first piece of KV has gone over the connection."""
+
+    name = "die-half-way"
+
+    def __init__(self, rank: str, once: Path) -> None:
+        self.rank, self.once = rank, once
+
+    def setup(self, worker) -> None:
+        from daskserve.service import kv_pull
+
+        if worker.name != self.rank or not self.once.exists():
+            return
+        pieces = kv_pull._pieces
+
+        def cut(views):
+            for piece in pieces(views):
+                yield piece[: piece.nbytes // 2]
+                self.once.unlink()
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        kv_pull._pieces = cut
 
 
 @pytest.fixture(scope="module")
@@ -118,4 +143,41 @@ def test_a_killed_rank_loses_no_row(service, tmp_path, expected, rank):
         job = begin(service, tmp_path / "out.jsonl", pool, 4)
         os.kill(pid_of(service, rank), signal.SIGKILL)
         check(service, tmp_path / "out.jsonl", job, expected, rank)
+    wait_until_whole(service)
+
+
+@pytest.mark.parametrize("rank", RANKS)
+def test_a_rank_that_dies_in_a_pull_loses_no_row(service, tmp_path, expected, rank):
+    once = tmp_path / "once"
+    once.touch()
+    service.client.register_plugin(DieHalfWay(rank, once))
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            job = begin(service, tmp_path / "out.jsonl", pool, 0)
+            check(service, tmp_path / "out.jsonl", job, expected, rank)
+    finally:
+        service.client.unregister_worker_plugin(DieHalfWay.name)
+    assert not once.exists()
+    wait_until_whole(service)
+
+
+@pytest.mark.parametrize("rank", ["prefill-0.3", "decode-1.1"])
+def test_a_rank_that_hangs_is_noticed_in_time(service, tmp_path, expected, rank):
+    num_losses = len(service.status()["losses"])
+    pid = pid_of(service, rank)
+    with ThreadPoolExecutor(1) as pool:
+        job = begin(service, tmp_path / "out.jsonl", pool, 4)
+        os.kill(pid, signal.SIGSTOP)
+        stopped_at = time.monotonic()
+        try:
+            while len(service.status()["losses"]) == num_losses:
+                assert time.monotonic() - stopped_at < RANK_TIMEOUT_S + 5
+                time.sleep(0.05)
+            print(f"{rank} missed after {time.monotonic() - stopped_at:.1f} s")
+            check(service, tmp_path / "out.jsonl", job, expected, rank)
+        finally:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
     wait_until_whole(service)

@@ -19,6 +19,8 @@ from daskserve.replay.played import Played
 from daskserve.service import Service
 
 _WINDOW_S = 10.0
+_TIMEOUT_S = 300.0
+"""An answer that takes longer is given up, and counts as failed."""
 
 
 async def play(
@@ -46,7 +48,8 @@ async def play(
         first = last = time.monotonic()
         num_tokens = 0
         try:
-            async for delta in service.stream(prompt_ids * int(prompts[number]), params):
+            request = service.validate(prompt_ids * int(prompts[number]), params)
+            async for delta in service.stream_request(request, timeout_s=_TIMEOUT_S):
                 last = time.monotonic()
                 if num_tokens == 0:
                     first = last

@@ -25,7 +25,7 @@ PROMPT_TOKENS = 16
 BESIDE_TOKENS = 128
 """Of each prompt that is computed beside decoding."""
 
-_NUM_STEPS = 32
+_NUM_STEPS = 16
 _TIMEOUT_S = 300.0
 _BESIDE_IN_FLIGHT = 3
 

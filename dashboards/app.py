@@ -18,7 +18,7 @@ from daskserve.dashboards.frame import COOKIE, framed
 from daskserve.dashboards.instances import InstancesPage
 from daskserve.dashboards.jobs import JobsPage
 from daskserve.dashboards.live import LivePage
-from daskserve.dashboards.page import Page, html_pane
+from daskserve.dashboards.page import Html, Page, html_pane
 from daskserve.dashboards.plan import PlanPage
 from daskserve.dashboards.refining import Refiner
 from daskserve.dashboards.replans import ReplansPage
@@ -136,7 +136,7 @@ p {{ margin: 0; padding: 8px 14px; border-radius: 8px; border: 1px solid {theme.
 class _Session:
     """Brings what is new into one browser session, on its own thread."""
 
-    def __init__(self, page: Page, status: pn.pane.HTML, document: Document) -> None:
+    def __init__(self, page: Page, status: Html, document: Document) -> None:
         self._page, self._status, self._document = page, status, document
         self._is_woken = False
         self._show_trouble()

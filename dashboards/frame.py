@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import panel as pn
 
-from daskserve.dashboards.page import Page
+from daskserve.dashboards.page import Html, Page
 from daskserve.dashboards.theme import FONT, Theme
 
 _TEMPLATE = """
@@ -48,9 +48,7 @@ document.getElementById("theme").onclick = () => {
 COOKIE = "daskserve_theme"
 
 
-def framed(
-    page: Page, status: pn.viewable.Viewable, links: Sequence[tuple[str, str]]
-) -> pn.Template:
+def framed(page: Page, status: Html, links: Sequence[tuple[str, str]]) -> pn.Template:
     """The page as a whole document.
 
     Parameters

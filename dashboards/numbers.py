@@ -6,9 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import panel as pn
-
-from daskserve.dashboards.page import html_pane
+from daskserve.dashboards.page import Html, html_pane
 from daskserve.dashboards.theme import Theme, escape
 
 _WIDTH, _HEIGHT = 120.0, 26.0
@@ -53,7 +51,7 @@ class Number:
         return sum(now) / len(now) / mean - 1 if mean else None
 
 
-def numbers_pane(theme: Theme) -> pn.pane.HTML:
+def numbers_pane(theme: Theme) -> Html:
     return html_pane(theme, f"""
     .numbers {{ display: grid; gap: 14px; grid-template-columns: repeat(auto-fit,
                 minmax(190px, 1fr)); }}

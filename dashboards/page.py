@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import panel as pn
+from bokeh.models import Div
 
 from daskserve.dashboards.feed import Feed
-from daskserve.dashboards.theme import Theme, escape
+from daskserve.dashboards.theme import FONT, Theme, escape
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,10 +74,42 @@ def empty_text(text: str) -> str:
     return f'<p class="empty">{escape(text)}</p>'
 
 
-def html_pane(theme: Theme, css: str = "", text: str = "") -> pn.pane.HTML:
+class Html(pn.viewable.Viewer):
+    """A box of HTML whose updates send the text and nothing else.
+
+    Panel's own pane sends its style sheets along, with addresses on the internet.
+
+    Parameters
+    ----------
+    style
+        A style sheet for the box alone.
+    """
+
+    def __init__(self, text: str, style: str, **params: Any) -> None:
+        super().__init__(**params)
+        self._div = Div(
+            text=text, stylesheets=[style], disable_math=True, sizing_mode="stretch_width", margin=0
+        )
+
+    @property
+    def object(self) -> str:
+        """What stands in it."""
+        text: str = self._div.text
+        return text
+
+    @object.setter
+    def object(self, text: str) -> None:
+        self._div.text = text
+
+    def __panel__(self) -> pn.viewable.Viewable:
+        return pn.pane.Bokeh(self._div, sizing_mode="stretch_width", margin=0)
+
+
+def html_pane(theme: Theme, css: str = "", text: str = "") -> Html:
     """HTML that we write ourselves, in the session's colours."""
     style = f"""
-    :host {{ color: {theme.text}; font-size: 14px; }}
+    :host {{ color: {theme.text}; font-size: 14px; font-family: {FONT}; }}
+    .bk-clearfix {{ width: 100%; }}
     .empty {{ color: {theme.muted}; margin: 18px 2px; max-width: 70ch; line-height: 1.5; }}
     .muted {{ color: {theme.muted}; }}
     .good {{ color: {theme.good}; }} .bad {{ color: {theme.bad}; }}
@@ -86,4 +119,4 @@ def html_pane(theme: Theme, css: str = "", text: str = "") -> pn.pane.HTML:
     td.number, th.number {{ text-align: right; font-variant-numeric: tabular-nums; }}
     {css}
     """
-    return pn.pane.HTML(text, stylesheets=[style], sizing_mode="stretch_width", margin=0)
+    return Html(text, style)

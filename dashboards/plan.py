@@ -30,6 +30,8 @@ _NONE = (
 )
 
 
+_APART, _TOGETHER = "prefill, decode apart", "colocated"
+_WAYS = (_APART, _TOGETHER)
 _HEAD_CSS = """
 .lead { font-size: 16px; margin: 0 0 6px; }
 ul { margin: 6px 0 0 18px; padding: 0; line-height: 1.5; }
@@ -46,13 +48,19 @@ class PlanPage(Page):
         self._shown: PlanRecord | None = None
         self._head = html_pane(theme, _HEAD_CSS)
         self._ranking = html_pane(theme, ways_css(theme), empty_text(_NONE))
-        self._curves, self._front = (pn.Column(sizing_mode="stretch_width") for _ in range(2))
+        self._curves = {way: ColumnDataSource({"rate": [], "share": []}) for way in _WAYS}
+        self._front = {way: ColumnDataSource(_front_columns([], 1.0)) for way in _WAYS}
+        self._best = ColumnDataSource({"rate": [], "gpus": []})
+        self._chosen = ColumnDataSource({"rate": [], "gpus": []})
+        self._target = Span(dimension="width", line_dash="dashed", line_color=theme.bad)
+        self._rate = Span(dimension="height", line_dash="dashed", line_color=theme.muted)
+        curves, front = self._new_curves(), self._new_front()
         self.cards = [
             Card("Plan", self._head, "full"),
             Card("Ranking", self._ranking, "full", "P prefill, D decode, C colocated instances"),
-            Card("Attainment against rate", self._curves, note="share within both limits,"
+            Card("Attainment against rate", _pane(curves), note="share within both limits,"
                  " simulated"),
-            Card("GPUs, cost and rate", self._front, note="lightest instances by formula; area:"
+            Card("GPUs, cost and rate", _pane(front), note="lightest instances by formula; area:"
                  " dollars per hour"),
         ]  # fmt: skip
         self.update()
@@ -62,85 +70,80 @@ class PlanPage(Page):
         if plan is self._shown and self._head.object:
             return
         self._shown = plan
-        self._head.object = empty_text(_NONE) if plan is None else _head_html(plan)
-        self._ranking.object = empty_text("–") if plan is None else ways_html(plan)
-        has_curves = plan is not None and plan.curves
-        has_front = plan is not None and plan.front
-        self._curves.objects = [self._curve_chart(plan) if has_curves else _nothing(self.theme)]
-        self._front.objects = [self._front_chart(plan) if has_front else _nothing(self.theme)]
+        if plan is None:
+            self._head.object = empty_text(_NONE)
+            self._ranking.object = empty_text("–")
+            return
+        self._head.object = _head_html(plan)
+        self._ranking.object = ways_html(plan)
+        self._target.location, self._rate.location = plan.target, plan.rate
+        for way, source in self._curves.items():
+            curve = next((one for one in plan.curves if _way_of(one.name) == way), None)
+            source.data = {
+                "rate": list(curve.rates) if curve else [],
+                "share": list(curve.attainment) if curve else [],
+            }
+        most = max((point.price_per_hour for point in plan.front), default=1.0) or 1.0
+        for way, source in self._front.items():
+            points = [point for point in plan.front if _way_of(point.name) == way]
+            source.data = _front_columns(points, most)
+        best = lightest(plan.front)
+        self._best.data = {"rate": [p.rate for p in best], "gpus": [p.num_gpus for p in best]}
+        chosen = [plan.chosen.num_gpus] if plan.chosen else []
+        self._chosen.data = {"rate": [plan.rate] * len(chosen), "gpus": chosen}
 
-    def _curve_chart(self, plan: PlanRecord) -> pn.pane.Bokeh:
-        theme = self.theme
-        chart = new_figure(theme, height=300, x_axis_label="requests/s")
+    def _colour(self, way: str) -> str:
+        return self.theme.colocated if way == _TOGETHER else self.theme.decode
+
+    def _new_curves(self) -> figure:
+        chart = new_figure(self.theme, height=300, x_axis_label="requests/s")
         chart.yaxis.formatter = NumeralTickFormatter(format="0%")
         chart.y_range.start, chart.y_range.end = 0, 1.03
-        for curve, colour in zip(plan.curves, (theme.decode, theme.colocated), strict=False):
-            source = ColumnDataSource({"rate": curve.rates, "share": curve.attainment})
-            name = "colocated" if curve.name.startswith("colocated") else "prefill, decode apart"
+        for way, source in self._curves.items():
+            colour = self._colour(way)
             chart.line("rate", "share", source=source, line_color=colour, line_width=2.2,
-                       legend_label=name)  # fmt: skip
+                       legend_label=way)  # fmt: skip
             chart.scatter("rate", "share", source=source, color=colour, size=6)
-        _add_target(chart, theme, plan)
+        chart.add_layout(self._target)
+        chart.add_layout(self._rate)
         chart.add_tools(HoverTool(tooltips=[("rate", "@rate{0.0}/s"), ("share", "@share{0.0%}")]))
-        style_legend(chart, theme)
-        return pn.pane.Bokeh(chart, sizing_mode="stretch_width", margin=0)
+        style_legend(chart, self.theme)
+        return chart
 
-    def _front_chart(self, plan: PlanRecord) -> pn.pane.Bokeh:
+    def _new_front(self) -> figure:
         theme = self.theme
         chart = new_figure(theme, height=300, x_axis_label="requests/s", y_axis_label="GPUs")
         chart.y_range.start, chart.y_range.range_padding = 0, 0.3
-        best = lightest(plan.front)
-        chart.step(
-            [p.rate for p in best], [p.num_gpus for p in best], mode="after",
-            line_color=theme.muted, line_dash="dotted", legend_label="fewest",
-        )  # fmt: skip
-        names = list(dict.fromkeys(point.name for point in plan.front))
-        for name in names:
-            colour = theme.colocated if name == "colocated" else theme.decode
-            points = [point for point in plan.front if point.name == name]
-            renderer = chart.scatter(
-                "rate", "gpus", size="size", source=_front_source(points, plan.front),
-                color=colour, fill_alpha=0.45, legend_label=name,
-            )  # fmt: skip
-            tips = [("rate", "@rate{0.0}/s"), ("", "@instances"), ("$/h", "@price{0.00}")]
-            chart.add_tools(HoverTool(renderers=[renderer], tooltips=tips))
-        chosen = plan.chosen
-        if chosen is not None:
-            chart.scatter(
-                [plan.rate], [chosen.num_gpus], size=15, marker="diamond", color=theme.good,
-                line_color=theme.text, legend_label="the plan, simulated",
-            )  # fmt: skip
+        chart.line("rate", "gpus", source=self._best, line_color=theme.muted,
+                   line_dash="dotted", legend_label="fewest")  # fmt: skip
+        tips = [("rate", "@rate{0.0}/s"), ("", "@instances"), ("$/h", "@price{0.00}")]
+        for way, source in self._front.items():
+            dots = chart.scatter("rate", "gpus", size="size", source=source, fill_alpha=0.45,
+                                 color=self._colour(way), legend_label=way)  # fmt: skip
+            chart.add_tools(HoverTool(renderers=[dots], tooltips=tips))
+        chart.scatter("rate", "gpus", source=self._chosen, size=15, marker="diamond",
+                      color=theme.good, line_color=theme.text,
+                      legend_label="the plan, simulated")  # fmt: skip
         style_legend(chart, theme)
-        return pn.pane.Bokeh(chart, sizing_mode="stretch_width", margin=0)
+        return chart
 
 
-def _front_source(points: Sequence[FrontPoint], everything: Sequence[FrontPoint]) -> Any:
-    most = max(point.price_per_hour for point in everything) or 1.0
-    return ColumnDataSource(
-        {
-            "rate": [point.rate for point in points],
-            "gpus": [point.num_gpus for point in points],
-            "price": [point.price_per_hour for point in points],
-            "instances": [point.instances for point in points],
-            "size": [8 + 22 * math.sqrt(point.price_per_hour / most) for point in points],
-        }
-    )
+def _way_of(name: str) -> str:
+    return _TOGETHER if name.startswith(_TOGETHER) else _APART
 
 
-def _add_target(chart: figure, theme: Theme, plan: PlanRecord) -> None:
-    for dimension, location in (("width", plan.target), ("height", plan.rate)):
-        chart.add_layout(
-            Span(
-                location=location,
-                dimension=dimension,
-                line_dash="dashed",
-                line_color=theme.bad if dimension == "width" else theme.muted,
-            )
-        )
+def _front_columns(points: Sequence[FrontPoint], most_dollars: float) -> dict[str, list[Any]]:
+    return {
+        "rate": [point.rate for point in points],
+        "gpus": [point.num_gpus for point in points],
+        "price": [point.price_per_hour for point in points],
+        "instances": [point.instances for point in points],
+        "size": [8 + 22 * math.sqrt(point.price_per_hour / most_dollars) for point in points],
+    }
 
 
-def _nothing(theme: Theme) -> pn.pane.HTML:
-    return html_pane(theme, text=empty_text("Nothing was simulated."))
+def _pane(chart: figure) -> pn.pane.Bokeh:
+    return pn.pane.Bokeh(chart, sizing_mode="stretch_width", margin=0)
 
 
 def _head_html(plan: PlanRecord) -> str:

@@ -104,7 +104,9 @@ def test_the_plan_page_shows_the_last_plan():
     feed.note_plan(simulated(Question(model="opt-13b")))
     page.update()
     assert "because" in page._head.object and "✓" in page._ranking.object
-    assert len(page._curves) == 1 and len(page._front) == 1
+    shares = {way: list(source.data["share"]) for way, source in page._curves.items()}
+    assert shares == {"prefill, decode apart": [1.0, 0.5], "colocated": []}
+    assert page._target.location == 0.9 and list(page._front["colocated"].data["gpus"]) == [2]
 
 
 @pytest.mark.slow

@@ -32,6 +32,8 @@ NOT_RUN = {
     "daskserve run-batch --scheduler tcp://gpu-a": "on other hosts; tests/deploy/test_started.py",
     "daskserve serve --prefill 4 ": "six instances; replanned in tests/service and tests/replay",
     "daskserve replay ": "tests/replay",
+    "dask cuda worker ": "needs a GPU; written in tests/deploy",
+    "daskserve serve --device cuda": "needs a GPU; refused without one in tests/service/test_cards.py",
     "daskserve dashboard ": "pages are served in tests/dashboards",
 }
 RUN = (

@@ -33,7 +33,7 @@ NOT_RUN = {
     "daskserve serve --prefill 4 ": "six instances; replanned in tests/service and tests/replay",
     "daskserve replay ": "tests/replay",
     "dask cuda worker ": "needs a GPU; written in tests/deploy",
-    "daskserve serve --device cuda": "needs a GPU; refused without one in tests/service/test_cards.py",
+    "daskserve serve --device cuda": "needs a GPU; tests/service/test_cards.py",
     "daskserve dashboard ": "pages are served in tests/dashboards",
 }
 RUN = (

@@ -118,7 +118,7 @@ def _measure(
         config,
         num_threads=config.num_threads or cores,
         device="cpu",
-        block_size=config.block_size or DEFAULT_BLOCK_SIZE,
+        block_size=_page_tokens(config),
     )
     on_progress(f"loading {config.model}")
     rig = StepRig(config, grid, load)
@@ -169,7 +169,7 @@ def calibration_of(measured_here: Measured) -> Calibration:
     config, model, times = measured_here.config, measured_here.model, measured_here.times
     medians_s = measured_here.medians_s
     served = measured_here.served
-    transfers = transfers_of(served.apart, measured_here.page_bytes, config.block_size)
+    transfers = transfers_of(served.apart, measured_here.page_bytes, _page_tokens(config))
     kv_latency_s, link = link_of(transfers)
     hardware = hardware_facts(config, config.num_threads or 1, model, medians_s, link)
     parts = split(list(times))
@@ -197,7 +197,7 @@ def calibration_of(measured_here: Measured) -> Calibration:
             model=config.model,
             dtype=config.dtype,
             num_threads=config.num_threads or 1,
-            block_size=config.block_size,
+            block_size=_page_tokens(config),
             prefill_budget_tokens=base.prefill_budget_tokens,
             max_batch_size=base.max_batch_size,
         ),
@@ -230,7 +230,7 @@ def model_spec(config: EngineConfig, shape: ModelShape, page_bytes: int) -> Mode
             kv_values_per_token=1,
             attention_width=1.0,
             context_tokens=shape.context_tokens,
-            kv_bytes_per_value=float(page_bytes // config.block_size) / 2,
+            kv_bytes_per_value=float(page_bytes // _page_tokens(config)) / 2,
         )
     spec = ModelSpec.load(str(resolve(config.model)))
     size = 4.0 if config.dtype == "float32" else 2.0
@@ -310,3 +310,7 @@ def check_writable(path: Path) -> None:
     folder = path.parent
     if not folder.is_dir() or not os.access(folder, os.W_OK) or path.is_dir():
         raise ConfigError(f"cannot write {path}: {folder} must be a folder that can be written")
+
+
+def _page_tokens(config: EngineConfig) -> int:
+    return config.block_size or DEFAULT_BLOCK_SIZE

@@ -22,12 +22,12 @@ from daskserve.service import Service
 PROMPT_TOKENS = 16
 """Of what decodes: short, so that a batch is soon together."""
 
-BESIDE_TOKENS = 128
+BESIDE_TOKENS = 64
 """Of each prompt that is computed beside decoding."""
 
 _NUM_STEPS = 16
 _TIMEOUT_S = 300.0
-_BESIDE_IN_FLIGHT = 3
+_BESIDE_IN_FLIGHT = 2
 
 
 @dataclass(frozen=True, slots=True)

@@ -187,6 +187,9 @@ def calibration_of(measured_here: Measured) -> Calibration:
         decode_extra_per_request_s=overheads.decode_extra_per_request_s,
     )
     reasons = why_not(errors, medians_s, predicted_s)
+    sharing = sharing_of(served, inside)
+    if sharing is None and not served.is_colocated:
+        reasons.append("no prompt was computed beside decoding from its start to its end")
     return Calibration(
         schema_version=2,
         is_trusted=not reasons,
@@ -208,7 +211,7 @@ def calibration_of(measured_here: Measured) -> Calibration:
         steps=_steps(times, predicted_s, parts.held_out),
         kv_transfers=transfers,
         overheads=overheads,
-        sharing=sharing_of(served, inside),
+        sharing=sharing,
     )
 
 

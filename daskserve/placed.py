@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from daskserve.core.instance import DEFAULT_BLOCK_SIZE, EngineConfig, Role
 from daskserve.core.placement import InstancePlacement, Parallelism, Placement
@@ -44,7 +45,7 @@ def _engine_of(instance: InstancePlacement, config: EngineConfig) -> EngineConfi
     """A batch is as many micro-batches, whose size is planned, as there are stages."""
     capacity, batch = instance.kv_capacity_tokens, instance.max_batch_size
     block_size = config.block_size or DEFAULT_BLOCK_SIZE
-    planned = {
+    planned: dict[str, Any] = {
         "prefill_budget_tokens": instance.prefill_budget_tokens,
         "chunk_tokens": instance.chunk_tokens,
         "num_kv_blocks": max(1, capacity // block_size) if capacity else None,

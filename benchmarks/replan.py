@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from daskserve import EngineConfig, Service
-from daskserve.core.instance import DEFAULT_BUDGET_TOKENS, Role
+from daskserve.core.instance import DEFAULT_BLOCK_SIZE, DEFAULT_BUDGET_TOKENS, Role
 from daskserve.core.placement import Parallelism
 from daskserve.core.slo import SLO
 from daskserve.planner.latency.mock import mock_step_times
@@ -38,7 +38,7 @@ CONFIG = EngineConfig(
 )
 LIMITS = SLO(ttft_s=2.0, tpot_s=0.15)
 OUTLOOK = Outlook(
-    {Parallelism(): mock_step_times(CONFIG, 4096 * CONFIG.block_size, DEFAULT_BUDGET_TOKENS)},
+    {Parallelism(): mock_step_times(CONFIG, 4096 * DEFAULT_BLOCK_SIZE, DEFAULT_BUDGET_TOKENS)},
     LIMITS,
 )
 BEFORE, AFTER = Split(4, 2), Split(2, 4)

@@ -112,17 +112,22 @@ def _day(day: str, speed: float, rate: float | None, seed: int) -> Workload:
 
 
 def _outlook(config: EngineConfig, slo: SLO, given: dict[str, Any]) -> Outlook:
-    from daskserve.core.instance import InstanceInfo, Role
+    from daskserve.core.instance import (
+        DEFAULT_BLOCK_SIZE,
+        HOST_KV_BYTES,
+        InstanceInfo,
+        Role,
+    )
     from daskserve.service.replan_options import ReplanOptions, outlook_of
 
-    num_blocks = config.num_kv_blocks or config.kv_memory_bytes // 1024
+    num_blocks = config.num_kv_blocks or (config.kv_memory_bytes or HOST_KV_BYTES) // 1024
     infos = [
         InstanceInfo(
             Role.PREFILL,
             config.model,
             config.dtype,
             0,
-            config.block_size,
+            config.block_size or DEFAULT_BLOCK_SIZE,
             num_blocks,
             config.max_batch_size,
             "",

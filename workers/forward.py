@@ -9,15 +9,18 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 import torch
 
-from daskserve.core.instance import DEFAULT_BLOCK_SIZE, DEFAULT_BUDGET_TOKENS, EngineConfig, Role
+from daskserve.core.instance import (
+    DEFAULT_BLOCK_SIZE,
+    DEFAULT_BUDGET_TOKENS,
+    HOST_KV_BYTES,
+    EngineConfig,
+    Role,
+)
 from daskserve.core.shards import Shard
 from daskserve.workers.scores import Scores
 
 if TYPE_CHECKING:
     from daskserve.workers.kv_pool import KVPool
-
-HOST_KV_BYTES = 2**30
-"""Memory for KV on the CPU where the configuration does not say how much."""
 
 
 @dataclass(frozen=True, slots=True)

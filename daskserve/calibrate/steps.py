@@ -13,13 +13,12 @@ from collections.abc import Callable
 import numpy as np
 
 from daskserve.calibrate.grid import TAIL_TOKENS, Grid, Point
-from daskserve.core.instance import DEFAULT_BLOCK_SIZE, EngineConfig, Role
+from daskserve.core.instance import DEFAULT_BLOCK_SIZE, HOST_KV_BYTES, EngineConfig, Role
 from daskserve.core.kv import KVHandle
 from daskserve.core.params import SamplingParams
 from daskserve.core.request import Request
 from daskserve.errors import DaskserveError, ModelError
 from daskserve.workers.engine import Engine, Reserved
-from daskserve.workers.forward import HOST_KV_BYTES
 from daskserve.workers.kv_pool import KVPool, page_bytes
 from daskserve.workers.loading import LoadModel, load_model
 from daskserve.workers.sequence import Sequence as EngineSequence

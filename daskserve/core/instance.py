@@ -21,6 +21,9 @@ _OPTIONAL_COUNTS = (
     "num_threads",
 )
 
+HOST_KV_BYTES = 2**30
+"""Memory for KV on the CPU where the configuration does not say how much."""
+
 DEFAULT_BUDGET_TOKENS = 512
 """L_m where neither the configuration nor a profile says it."""
 

@@ -27,6 +27,7 @@ def found(tiny):
     return calibrate(CONFIG, tiny)
 
 
+@pytest.mark.slow
 def test_a_calibration_holds_what_was_measured(found, tmp_path):
     assert {step.phase for step in found.steps} == {"prefill", "decode"}
     assert all(step.median_s > 0 and step.num_repeats >= 3 for step in found.steps)
@@ -45,6 +46,7 @@ def test_a_calibration_holds_what_was_measured(found, tmp_path):
     assert read_calibration(tmp_path / "profile.json", allow_untrusted=True) == found
 
 
+@pytest.mark.slow
 def test_a_calibration_is_planned_with(found, tmp_path):
     found.model_copy(update={"is_trusted": True}).write(tmp_path / "profile.json")
     words = ["plan", "--latency", str(tmp_path / "profile.json"), "--gpus", "CPU:2", "--rate", "1"]
@@ -53,6 +55,7 @@ def test_a_calibration_is_planned_with(found, tmp_path):
     assert answer.exit_code == 0, answer.output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("is_trusted", "exit_code"), [(True, 0), (False, 3)])
 def test_the_command_prints_writes_and_judges(found, tmp_path, monkeypatch, is_trusted, exit_code):
     reasons = [] if is_trusted else ["decode: off; worst: 8 x 64 +70%"]
@@ -68,6 +71,7 @@ def test_the_command_prints_writes_and_judges(found, tmp_path, monkeypatch, is_t
     assert all(reason in answer.output for reason in reasons)
 
 
+@pytest.mark.slow
 def test_a_kept_budget_is_used_by_engines(found, tmp_path, monkeypatch):
     monkeypatch.setenv("DASKSERVE_CACHE", str(tmp_path))
     assert stored_budget(CONFIG) is None
@@ -87,6 +91,7 @@ def test_a_profile_that_cannot_be_written_is_refused_before_measuring(tmp_path):
     assert answer.exit_code == 1 and "cannot write" in answer.output
 
 
+@pytest.mark.slow
 def test_a_picture_needs_matplotlib_and_a_name(found, tmp_path):
     with pytest.raises(ConfigError, match="must end in .png"):
         check_can_plot(tmp_path / "residuals.txt")

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from daskserve.core.instance import DEFAULT_BLOCK_SIZE, EngineConfig, Role
+from daskserve.core.instance import DEFAULT_BLOCK_SIZE, HOST_KV_BYTES, EngineConfig, Role
 from daskserve.errors import ModelError
 from daskserve.workers.cuda.attention import (
     VARLEN_PAGE_TOKENS,
@@ -22,7 +22,7 @@ from daskserve.workers.cuda.graphs import DecodeGraphs
 from daskserve.workers.cuda.pool import DevicePool
 from daskserve.workers.cuda.staging import start_fetch
 from daskserve.workers.cuda.step import DeviceStep, to_device
-from daskserve.workers.forward import HOST_KV_BYTES, ForwardBatch, LayerFacts, ModelShape
+from daskserve.workers.forward import ForwardBatch, LayerFacts, ModelShape
 from daskserve.workers.scores import Scores
 
 logger = logging.getLogger(__name__)

@@ -55,6 +55,8 @@ class _Group(click.Group):
 @click.version_option(package_name="daskserve")
 def main() -> None:
     """LLM inference on Dask, prefill and decode on separate workers."""
+    # At INFO, with a traceback, for every connection that is closed while something is sent.
+    logging.getLogger("distributed.batched").setLevel(logging.WARNING)
 
 
 _sampling_options = options(

@@ -163,9 +163,8 @@ def test_job_stopped_while_its_cluster_starts_says_so(source, tmp_path, delay_s)
     check_stopped(process)
 
 
-@pytest.mark.parametrize(
-    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_to_the_whole_process_group_stops_in_order(source, tmp_path, number):
     """As Ctrl-C in a terminal does: the workers get it too."""
     output = tmp_path / "out.jsonl"

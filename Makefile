@@ -26,10 +26,11 @@ test: $(VENV)/.dev
 	$(BIN)/lint-imports
 	$(BIN)/mypy
 	$(BIN)/pytest -q
-	$(BIN)/pytest -q --timeout=600 --nbmake notebooks
+	$(BIN)/pytest -q --timeout=600 --nbmake notebooks/01_quickstart.ipynb notebooks/04_replan_day.ipynb
 
 test-slow: $(VENV)/.dev
 	$(BIN)/pytest -q -m slow
+	$(BIN)/pytest -q --timeout=600 --nbmake notebooks/02_plan_capacity.ipynb notebooks/03_paper.ipynb
 
 # On CPUs too: UCX_TLS=... keeps it to TCP and shared memory.
 test-ucx:

@@ -165,7 +165,8 @@ def _explain(error: Any) -> str:
 
 def _nearest(path: list[str]) -> str:
     valid = _valid_keys(Settings, "daskserve")
-    close = difflib.get_close_matches(".".join(["daskserve", *path]), valid, n=1, cutoff=0.6)
+    # All names begin alike, so what they share is not yet a likeness.
+    close = difflib.get_close_matches(".".join(["daskserve", *path]), valid, n=1, cutoff=0.7)
     if close:
         return f"did you mean {close[0]}?"
     return f"the settings are {', '.join(valid)}"

@@ -189,6 +189,7 @@ def test_a_second_signal_ends_the_job_at_once(source, tmp_path):
     assert not alive
 
 
+@pytest.mark.slow
 def test_closed_standard_streams_do_no_harm(service, source, tmp_path, expected):
     """Nothing that is meant for standard error may end up in the output."""
     output = tmp_path / "out.jsonl"

@@ -11,6 +11,7 @@ from typing import Any
 import panel as pn
 from bokeh.document import Document
 from bokeh.server.server import Server
+from panel.io.resources import LOCAL_DIST
 from panel.io.state import set_curdoc
 
 from daskserve.dashboards.feed import Feed
@@ -108,6 +109,9 @@ class Dashboard:
         links = [(kind.path, kind.title) for kind, _ in self.pages]
 
         def app() -> Any:
+            # Panel sets it only when it writes the HTML: what changes before would be looked for
+            # on the internet.
+            pn.state.curdoc.template_variables["dist_url"] = LOCAL_DIST
             theme = THEMES.get(pn.state.cookies.get(COOKIE, ""), THEMES["light"])
             page = make(theme)
             status = html_pane(theme, _STATUS_CSS.format(theme=theme))

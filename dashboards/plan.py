@@ -32,6 +32,7 @@ _NONE = (
 
 _APART, _TOGETHER = "prefill, decode apart", "colocated"
 _WAYS = (_APART, _TOGETHER)
+_NO_CHART = "Nothing has been simulated yet."
 _HEAD_CSS = """
 .lead { font-size: 16px; margin: 0 0 6px; }
 ul { margin: 6px 0 0 18px; padding: 0; line-height: 1.5; }
@@ -54,13 +55,18 @@ class PlanPage(Page):
         self._chosen = ColumnDataSource({"rate": [], "gpus": []})
         self._target = Span(dimension="width", line_dash="dashed", line_color=theme.bad)
         self._rate = Span(dimension="height", line_dash="dashed", line_color=theme.muted)
-        curves, front = self._new_curves(), self._new_front()
+        self._charts = [self._new_curves(), self._new_front()]
+        self._no_chart = [html_pane(theme, text=empty_text(_NO_CHART)) for _ in self._charts]
+        curves, front = (
+            pn.Column(text, _pane(chart), sizing_mode="stretch_width", margin=0)
+            for text, chart in zip(self._no_chart, self._charts, strict=True)
+        )
         self.cards = [
             Card("Plan", self._head, "full"),
             Card("Ranking", self._ranking, "full", "P prefill, D decode, C colocated instances"),
-            Card("Attainment against rate", _pane(curves), note="share within both limits,"
+            Card("Attainment against rate", curves, note="share within both limits,"
                  " simulated"),
-            Card("GPUs, cost and rate", _pane(front), note="lightest instances by formula; area:"
+            Card("GPUs, cost and rate", front, note="lightest instances by formula; area:"
                  " dollars per hour"),
         ]  # fmt: skip
         self.update()
@@ -70,6 +76,11 @@ class PlanPage(Page):
         if plan is self._shown and self._head.object:
             return
         self._shown = plan
+        # A chart without data has no ranges: a sentence stands in its place.
+        drawn = (bool(plan and plan.curves), bool(plan and plan.front))
+        for is_drawn, chart, text in zip(drawn, self._charts, self._no_chart, strict=True):
+            chart.visible = is_drawn
+            text.object = "" if is_drawn else empty_text(_NO_CHART)
         if plan is None:
             self._head.object = empty_text(_NONE)
             self._ranking.object = empty_text("–")

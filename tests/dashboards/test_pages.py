@@ -5,8 +5,11 @@ from __future__ import annotations
 import time
 
 import pytest
+from bokeh.document import Document
+from bokeh.models import ImportedStyleSheet
+from panel.io.state import set_curdoc
 
-from daskserve.dashboards.app import DashboardOptions
+from daskserve.dashboards.app import Dashboard, DashboardOptions
 from daskserve.dashboards.feed import Feed
 from daskserve.dashboards.instances import InstancesPage
 from daskserve.dashboards.jobs import JobsPage
@@ -145,3 +148,18 @@ def test_numbers_are_short():
 def test_others_get_in_by_explicit_origins_only(origins):
     with pytest.raises(ConfigError, match="allow-origin"):
         DashboardOptions(host="0.0.0.0", origins=origins)
+
+
+def test_no_page_looks_for_anything_on_the_internet(feed_of):
+    feed = feed_of(*observed(3))
+    dashboard = Dashboard(feed)
+    for kind, make in dashboard.pages:
+        document = Document()
+        with set_curdoc(document):
+            page = dashboard._app(make)()
+            page.server_doc(document)
+            feed._take(Observation(sample_at(4, num_instances=5)))
+        sheets = [s.url for r in document.roots for s in r.select({"type": ImportedStyleSheet})]
+        assert sheets, kind
+        assert [url for url in sheets if "//" in url] == []
+    dashboard.refiner.close()

@@ -85,7 +85,7 @@ class LivePage(Page):
         self._span = pn.widgets.RadioButtonGroup(
             options=SPANS_S, value=300, margin=(0, 0, 4, 0), align="end"
         )
-        self._span.param.watch(lambda event: self._reload(), "value")
+        self._span.param.watch(lambda event: self.soon(self._reload), "value")
         self._heatmap = self._new_heatmap()
         charts = {metric: self._new_latencies(metric) for metric in ("ttft", "tpot")}
         self.cards = [

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import panel as pn
+from bokeh.document import Document
 from bokeh.models import Div
+from panel.io.state import set_curdoc
 
 from daskserve.dashboards.feed import Feed
 from daskserve.dashboards.theme import FONT, Theme, escape
@@ -50,10 +53,28 @@ class Page(pn.viewable.Viewer):
     def __init__(self, feed: Feed, theme: Theme, **params: Any) -> None:
         super().__init__(**params)
         self.feed, self.theme = feed, theme
+        self._document: Document | None = pn.state.curdoc
         self.cards: list[Card] = []
 
     def update(self) -> None:
         """The feed has something new; called on the session's thread."""
+
+    def soon(self, call: Callable[[], None]) -> None:
+        """Run it with the session's document held, as charts and `Html` need it. Any thread.
+
+        What widgets call when they change does not hold it. Without a session, in tests and
+        notebooks, it runs at once.
+        """
+        document = self._document
+        if document is None:
+            call()
+            return
+
+        def run() -> None:
+            with set_curdoc(document):
+                call()
+
+        document.add_next_tick_callback(run)
 
     def close(self) -> None:
         """The session has ended."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
@@ -174,22 +175,27 @@ class _Steps:
 
 def _work(pipe: Connection) -> None:
     os.nice(_NICE)
-    while True:
-        try:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the dashboard, whose end is ours
+    try:
+        while True:
             question = pipe.recv()
-        except EOFError:
-            return
-        if not isinstance(question, Question):
-            continue  # "stop", for what has been answered meanwhile
-        try:
-            answer: Any = _planned(question, _Steps(pipe))
-        except _Stopped:
-            answer = None
-        except DaskserveError as error:
-            answer = str(error)
-        except Exception as error:
-            answer = f"{type(error).__name__}: {error}"
-        pipe.send(answer)
+            if isinstance(question, Question):  # "stop" is for what has been answered meanwhile
+                pipe.send(_answer_of(question, pipe))
+    except (EOFError, OSError):
+        return  # the dashboard has gone
+
+
+def _answer_of(question: Question, pipe: Connection) -> PlanRecord | str | None:
+    try:
+        return _planned(question, _Steps(pipe))
+    except _Stopped:
+        return None
+    except DaskserveError as error:
+        return str(error)
+    except (EOFError, OSError):
+        raise
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
 
 
 def _planned(question: Question, steps: _Steps) -> PlanRecord:

@@ -59,7 +59,7 @@ class ReplansPage(Page):
         self._table = new_table(
             theme, _COLUMNS, selectable=1, max_height=420,
         )  # fmt: skip
-        self._table.param.watch(lambda event: self._show_evidence(), "selection")
+        self._table.param.watch(lambda event: self.soon(self._show_evidence), "selection")
         self._evidence = html_pane(theme, _css(theme))
         table = pn.Column(self._none, self._table, sizing_mode="stretch_width", margin=0)
         self.cards = [

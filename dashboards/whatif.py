@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
 from typing import Any
 
 import panel as pn
-from bokeh.document import Document
-from panel.io.state import set_curdoc
 
 from daskserve.dashboards.feed import Feed
 from daskserve.dashboards.page import Card, Page, empty_text, html_pane
@@ -45,7 +42,6 @@ class WhatIfPage(Page):
     def __init__(self, feed: Feed, theme: Theme, refiner: Refiner, **params: Any) -> None:
         super().__init__(feed, theme, **params)
         self._refiner = refiner
-        self._document: Document | None = pn.state.curdoc
         self._timer: threading.Timer | None = None
         self._widgets = _new_widgets(Question())
         for name, widget in self._widgets.items():
@@ -77,12 +73,12 @@ class WhatIfPage(Page):
     def _on_gpu(self, event: Any) -> None:
         price = GPUS[event.new].price_per_hour
         if self._widgets["price"].value == price:
-            self._ask()
+            self.soon(self._ask)
         else:
             self._widgets["price"].value = price  # asks
 
     def _on_change(self, event: Any) -> None:
-        self._ask()
+        self.soon(self._ask)
 
     def _ask(self) -> None:
         """Estimate here and now; simulate once nothing has been changed for a moment."""
@@ -112,7 +108,7 @@ class WhatIfPage(Page):
         def tell(news: Progress | PlanRecord | str) -> None:
             if isinstance(news, PlanRecord):
                 self.feed.note_plan(news)
-            self._in_session(lambda: self._show(question, news))
+            self.soon(lambda: self._show(question, news))
 
         self._refiner.ask(self, question, tell)
 
@@ -129,18 +125,6 @@ class WhatIfPage(Page):
                 "plan", "plan", "simulated; curves and reasons on the Plan page"
             )
             self._answer.object = _answer_html(news)
-
-    def _in_session(self, call: Callable[[], None]) -> None:
-        document = self._document
-        if document is None:  # in a test or a notebook
-            call()
-            return
-
-        def run() -> None:
-            with set_curdoc(document):
-                call()
-
-        document.add_next_tick_callback(run)
 
 
 def _new_widgets(asked: Question) -> dict[str, pn.widgets.Widget]:

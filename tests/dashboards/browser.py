@@ -6,7 +6,8 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -26,17 +27,21 @@ def dashboard(*arguments: str | Path) -> Iterator[str]:
     with subprocess.Popen(
         [*command, *map(str, arguments)], stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
+        said: list[str] = []
+        address = None
         try:
-            said = []
             for line in process.stderr:
                 said.append(line)
                 if found := re.search(r"dashboard on (http://\S+)/", line):
-                    yield found[1]
-                    return
-            pytest.fail(f"no dashboard: {''.join(said)}")
+                    address = found[1]
+                    break
+            if address is not None:
+                yield address
         finally:
             process.stdin.close()
-            process.kill()
+            process.wait(30)
+            said += process.stderr
+    assert address is not None and "Traceback" not in "".join(said), "".join(said)
 
 
 @contextmanager
@@ -103,6 +108,13 @@ class Tab:
             }""",
             name,
         )
+
+    def until(self, condition: Callable[[], bool], within_s: float = 30.0) -> None:
+        """Wait while the browser goes on."""
+        deadline = time.monotonic() + within_s
+        while not condition():
+            assert time.monotonic() < deadline, "it did not happen in time"
+            self.page.wait_for_timeout(100)
 
     def close(self) -> None:
         self._context.close()

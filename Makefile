@@ -1,5 +1,6 @@
 # make demo   the main job on a small file, from nothing but Python 3.11, pip and make
 # make test   lint, import rules, types and tests
+# make test-slow   all tests, the slow ones too, and more examples of every law
 # make test-ucx   the batch and service tests over UCX, with UCXX and the Dask that it pins
 # The virtual environment is made once and again when pyproject.toml changes.
 
@@ -25,11 +26,11 @@ test: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
 	$(BIN)/mypy
-	$(BIN)/pytest -q
+	$(BIN)/pytest -q -n 2 --dist worksteal
 	$(BIN)/pytest -q --timeout=600 --nbmake notebooks/01_quickstart.ipynb notebooks/04_replan_day.ipynb
 
 test-slow: $(VENV)/.dev
-	$(BIN)/pytest -q -m slow
+	DASKSERVE_HYPOTHESIS=thorough $(BIN)/pytest -q -m "not gpu"
 	$(BIN)/pytest -q --timeout=600 --nbmake notebooks/02_plan_capacity.ipynb notebooks/03_paper.ipynb
 
 # On CPUs too: UCX_TLS=... keeps it to TCP and shared memory.

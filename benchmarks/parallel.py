@@ -46,8 +46,8 @@ from daskserve.workers.parallel.start import start_rank
 from daskserve.workers.sequence import Sequence as EngineSequence
 
 HOST, BLOCK = "127.0.0.1", 16
-PROMPTS, PROMPT_TOKENS = 4, 256  # of one step
-ROWS, CONTEXT = 64, 200
+PROMPTS, PROMPT_TOKENS = 2, 256  # of one step
+ROWS, CONTEXT = 32, 100
 PIPELINE_TARGET, RESHARD_TARGET = 1.5, 0.8
 LIMITS = Limits(5, 5, 30)
 KV_SHAPE = ModelShape(30, 4, 64, 49152, 8192, frozenset())
@@ -114,7 +114,7 @@ BALANCED_FOR = {"prefill": Role.PREFILL, "decode": Role.DECODE}
 def rate(engine: Engine, steps: Iterator[int], seconds: float) -> tuple[float, np.ndarray]:
     """Tokens/s, and the share of the time in which each stage waited."""
     runner = engine.runner
-    for _ in range(6 * runner.max_open):
+    for _ in range(3 * runner.max_open):
         next(steps)
     runner.beat()
     busy_s, elapsed_s = runner.busy_s, runner.elapsed_s
@@ -163,7 +163,8 @@ def compare(config: EngineConfig, shape: Parallelism, work: str, seconds: float)
     shares = ", ".join(f"{share:.0%}" for share in waits)
     print(
         f"{work}: one rank on one core {one:.0f} tokens/s, {shape} on two cores {several:.0f}:"
-        f" x {several / one:.2f}; stages wait {shares}"
+        f" x {several / one:.2f}; stages wait {shares}",
+        flush=True,
     )
     return several / one
 

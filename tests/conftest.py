@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,11 +17,21 @@ from daskserve.models import resolve
 ROOT = Path(__file__).resolve().parent.parent
 
 # The same examples in every run, and no failure because a shared machine was slow.
-settings.register_profile("daskserve", deadline=None, derandomize=True, database=None)
-settings.load_profile("daskserve")
+COMMON = dict(deadline=None, derandomize=True, database=None)
+settings.register_profile("quick", **COMMON, max_examples=30)
+settings.register_profile("thorough", **COMMON, max_examples=150)
+settings.load_profile(os.environ.get("DASKSERVE_HYPOTHESIS", "quick"))
 
 # A shell's job in the background ignores SIGINT, and so would every process that a test starts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def what_is_old_is_not_searched() -> Iterator[None]:
+    """What other modules imported and compiled is no garbage: collections need not look at it."""
+    gc.collect()
+    gc.freeze()
+    yield
 
 
 @pytest.fixture(scope="session")

@@ -221,6 +221,7 @@ def test_job_without_instances_stops_and_goes_on(cluster, source, tmp_path, expe
     assert set(output.read_text().splitlines()) < set(expected)
 
 
+@pytest.mark.slow
 def test_job_that_finds_no_instance_is_not_complete(cluster, source, tmp_path):
     with (
         dask.config.set({"daskserve.service.no-instance-timeout-s": 0.5}),
@@ -319,6 +320,7 @@ def can_mount():
 
 
 @pytest.mark.skipif(not can_mount(), reason="no user namespaces to mount a small disk in")
+@pytest.mark.slow
 def test_full_disk_stops_the_job_which_goes_on_when_there_is_room(
     service, source, tmp_path, expected
 ):

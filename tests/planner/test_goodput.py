@@ -211,6 +211,7 @@ def test_very_high_rates_settle_within_the_longest_run():
     st.integers(1, 3), st.integers(1, 3), st.floats(0.12, 0.6), st.floats(0.0115, 0.02),
     st.sampled_from(["ttft", "tpot", "decode", "both"]),
 )  # fmt: skip
+@pytest.mark.slow
 def test_more_of_anything_never_lowers_it(num_prefill, num_decode, ttft_s, tpot_s, more):
     """More GPUs or looser limits, whatever there was before; 5 % is the noise of one seed.
 

@@ -74,6 +74,7 @@ def test_results_do_not_depend_on_the_executor(found):
     assert again.ranking.identical(found.ranking)
 
 
+@pytest.mark.slow
 def test_a_slow_network_keeps_kv_inside_nodes():
     cluster = Cluster.of("H100", 8, gpus_per_node=2, network_gbps=1)
     slow = plan(request(rate=150.0, cluster=cluster))

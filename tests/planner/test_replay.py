@@ -26,6 +26,7 @@ def bursty() -> Workload:
     return Workload.from_arrays(arrival_s, np.full(4000, 300), np.full(4000, 40))
 
 
+@pytest.mark.slow
 def test_a_bursty_trace_is_drawn_as_long_as_for_the_plan(bursty):
     request = PlanRequest(MODEL, Cluster.of("H100", 2), bursty, SLO_, rate=RATE, seeds=(0,))
     placement, latency = plan(request).placement, request.step_source

@@ -41,6 +41,7 @@ def test_a_step_of_the_mix_is_answered_within_a_minute_and_goodput_restored():
     assert day.goodput_rps(190) >= 0.9 * best.goodput_rps(70)
 
 
+@pytest.mark.slow
 def test_replanning_beats_the_best_static_split_of_a_day_of_two_mixes():
     workload = two_mixes((8.0, 6.0), 150.0, 4, seed=0)
     day = play_replanned(workload, OUTLOOK, Split(3, 3))

@@ -81,6 +81,7 @@ def test_a_killed_driver_does_not_keep_the_workers(cluster, mock, monkeypatch, e
             assert service.submit("hello", PARAMS).result().num_output_tokens == 8
 
 
+@pytest.mark.slow
 def test_active_memory_manager_and_stealing_may_be_on(cluster, mock, is_idle, eventually):
     """AMM drops the prefill's copy of the handle while the KV waits; the KV must not go."""
     settings = {
@@ -101,6 +102,7 @@ def test_active_memory_manager_and_stealing_may_be_on(cluster, mock, is_idle, ev
         eventually(lambda: is_idle(service))
 
 
+@pytest.mark.slow
 def test_two_services_share_instances_and_keep_apart(cluster, mock):
     with cluster(prefill=1, decode=2) as own, Client(own) as one, Client(own) as two:
         with Service.attach(one, mock()) as first, Service.attach(two, mock()) as second:
@@ -179,6 +181,7 @@ def test_a_clock_that_cannot_be_read_at_once_is_asked_again(cluster, mock, monke
     assert len(asked) == 2
 
 
+@pytest.mark.slow
 def test_a_worker_that_joins_and_cannot_set_up_is_named(cluster, mock):
     """Its role is there, but no report of an instance comes."""
     with (
@@ -237,6 +240,7 @@ def test_a_model_that_only_the_workers_lack_fails_at_once(cluster, mock):
             Service.attach(client, config)
 
 
+@pytest.mark.slow
 def test_from_asynchronous_code(cluster, mock):
     async def main(address: str) -> None:
         async with (

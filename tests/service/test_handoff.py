@@ -103,6 +103,7 @@ def test_other_bytes_than_were_computed_are_never_believed(
     eventually(lambda: is_idle(pair))
 
 
+@pytest.mark.slow
 def test_an_expired_lease_is_computed_again(attach, mock, colocated: Service, is_idle, eventually):
     """The lease is shorter than the wait for a decode slot, and other prompts take the pages."""
     config = mock(num_kv_blocks=24, kv_lease_s=0.05, mock_decode_s=0.01)
@@ -206,6 +207,7 @@ def test_a_request_shows_neither_prompt_nor_secret_where_dask_logs_it(pair: Serv
     assert "prompt_token_ids" not in shown and "ab12" not in shown
 
 
+@pytest.mark.slow
 def test_nothing_is_left_on_the_scheduler(pair: Service, is_idle, eventually):
     def count(dask_scheduler) -> dict[str, int]:
         return {
@@ -239,6 +241,7 @@ def llamas(attach) -> Iterator[tuple[Service, Service]]:
         yield disaggregated, together
 
 
+@pytest.mark.slow
 def test_a_real_model_says_the_same_either_way(llamas):
     disaggregated, together = llamas
     prompts = ["a", "The quick brown fox", "x" * 90, [5, 6, 7]]

@@ -250,6 +250,7 @@ def test_streams_go_on_exactly_when_an_instance_leaves(cluster, mock, colocated,
         assert texts == expected
 
 
+@pytest.mark.slow
 def test_without_an_instance_streams_fail_with_the_reason(cluster, mock):
     with (
         dask.config.set({"daskserve.service.no-instance-timeout-s": 0.3}),
@@ -265,6 +266,7 @@ def test_without_an_instance_streams_fail_with_the_reason(cluster, mock):
             list(stream)
 
 
+@pytest.mark.slow
 def test_an_instance_that_cannot_be_reached_is_left_for_another(
     cluster, mock, monkeypatch, eventually, is_idle
 ):

@@ -71,6 +71,7 @@ def location(number: int) -> GPULocation:
 
 
 @pytest.mark.timeout(180)
+@pytest.mark.slow
 def test_a_placement_of_two_stages_answers_a_batch(tmp_path, expected):
     instance = InstancePlacement(
         Role.COLOCATED, Parallelism(1, 2), (location(0), location(1)), kv_capacity_tokens=3200

@@ -58,7 +58,7 @@ def serve(rig_type, make_engine):
     return run
 
 
-@pytest.mark.parametrize("max_batch", [1, 8])
+@pytest.mark.parametrize("max_batch", [pytest.param(1, marks=pytest.mark.slow), 8])
 @pytest.mark.parametrize("mode", MODES)
 def test_boundary_lengths_equal_generate(mode, max_batch, serve, make_request) -> None:
     model = "tiny-random-llama"
@@ -116,10 +116,10 @@ def as_requests(texts, tokenizer, make_request, max_tokens):
 
 def test_a_few_real_prompts_equal_generate(smollm2_dir, prompts_dir, serve, make_request) -> None:
     tokenizer = Tokenizer.load(smollm2_dir)
-    requests = as_requests(real_prompts(prompts_dir, 2), tokenizer, make_request, 16)
+    requests = as_requests(real_prompts(prompts_dir, 2), tokenizer, make_request, 8)
     answers = serve("disaggregated", requests, "smollm2-135m")
     for request, answer in zip(requests, answers, strict=True):
-        assert answer == generate("smollm2-135m", request.prompt_token_ids, 16)
+        assert answer == generate("smollm2-135m", request.prompt_token_ids, 8)
 
 
 @pytest.fixture(scope="module")

@@ -114,7 +114,7 @@ def test_every_family_equals_generate_under_every_schedule(family, family_dir) -
     check_schedules(family_dir(family), num_threads=1, block_size=4)
 
 
-@pytest.mark.parametrize("num_threads", [1, 2])
+@pytest.mark.parametrize("num_threads", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_the_compiled_step_equals_generate(fused_family, num_threads, family_dir) -> None:
     runner = check_schedules(family_dir(fused_family), num_threads, block_size=16)
     assert isinstance(runner.compiled, FusedDecoder)

@@ -65,7 +65,11 @@ def batch(tokens: np.ndarray, start: int, num_pages: int) -> ForwardBatch:
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("shape", [Parallelism(2, 3), Parallelism(4, 1)], ids=str)
+@pytest.mark.parametrize(
+    "shape",
+    [Parallelism(2, 3), pytest.param(Parallelism(4, 1), marks=pytest.mark.slow)],
+    ids=str,
+)
 def test_logits_are_those_of_the_plain_model(case, shape, write_model):
     folder = write_model(*CASES[case])
     plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()

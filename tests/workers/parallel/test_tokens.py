@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 
 import pytest
 import torch
@@ -44,9 +45,19 @@ def answers(rig_type, engine, requests) -> list:
     return [outcomes[request.request_id] for request in requests]
 
 
-@pytest.mark.parametrize("settings", SETTINGS)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("model", MODELS)
+def cases() -> list:
+    """All of them; by default those one thing away from whole prompts on Llama's 2 x 2."""
+    found = []
+    for model, shape, settings in itertools.product(MODELS, SHAPES, SETTINGS):
+        common = ("tiny-random-llama", (2, 2), "whole")
+        num_other = sum(a != b for a, b in zip((model, shape, settings), common, strict=True))
+        marks = [pytest.mark.slow] if num_other > 1 else []
+        name = f"{model}-{shape}-{settings}"
+        found.append(pytest.param(model, shape, settings, marks=marks, id=name))
+    return found
+
+
+@pytest.mark.parametrize(("model", "shape", "settings"), cases())
 def test_every_shape_equals_generate(model, shape, settings, ranks_of, rig_type, make_request):
     engine = ranks_of(model, *shape).engine(Role.COLOCATED, **SETTINGS[settings])
     lengths = range(20, 26) if settings == "preempted" else (1, 15, 17, 40, 100, 31)

@@ -1,7 +1,9 @@
 """Instances of several ranks: two pipeline stages against one, and KV between unlike shapes.
 
-- `pipeline`: the same steps by one stage on one core and by two stages on two cores; the ratio of
-  their rates, and the share of time in which each stage waits for the other (its bubbles).
+- `pipeline`: steps of the same size by one stage on one core and by two stages on two cores, which
+  have one each in work; the ratio of their rates, and the share of time in which each stage waits
+  for the other (its bubbles). Decode steps have as many rows in both, so that every stage computes
+  for as many at a time; the two stages have twice as many requests in turns.
 - `reshard`: the bytes of a request's KV from one process to another, whole pages as they are, and
   half of every layer's heads of twice as many pages, which is copied in strides at both ends.
 
@@ -18,6 +20,8 @@ import multiprocessing
 import os
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from statistics import median
 
 import numpy as np
@@ -46,8 +50,9 @@ from daskserve.workers.parallel.start import start_rank
 from daskserve.workers.sequence import Sequence as EngineSequence
 
 HOST, BLOCK = "127.0.0.1", 16
-PROMPTS, PROMPT_TOKENS = 2, 256  # of one step
-ROWS, CONTEXT = 32, 100
+PROMPTS, PROMPT_TOKENS = 2, 128  # of one step
+ROWS, CONTEXT = 32, 100  # of one step
+NUM_ROUNDS = 5
 PIPELINE_TARGET, RESHARD_TARGET = 1.5, 0.8
 LIMITS = Limits(5, 5, 30)
 KV_SHAPE = ModelShape(30, 4, 64, 49152, 8192, frozenset())
@@ -98,9 +103,10 @@ def prefill(engine: Engine) -> Iterator[int]:
 
 def decode(engine: Engine) -> Iterator[int]:
     """Tokens of step after step of ``ROWS`` requests, whose prompts have ``CONTEXT`` tokens."""
-    for sequence in requests("d", ROWS, CONTEXT, 4000):
+    num_rows = ROWS * engine.runner.max_open
+    for sequence in requests("d", num_rows, CONTEXT, 4000):
         engine.add(sequence)
-    while engine.scheduler.num_running < ROWS:
+    while engine.scheduler.num_running < num_rows:
         advance(engine)
     while True:
         yield advance(engine)
@@ -114,7 +120,7 @@ BALANCED_FOR = {"prefill": Role.PREFILL, "decode": Role.DECODE}
 def rate(engine: Engine, steps: Iterator[int], seconds: float) -> tuple[float, np.ndarray]:
     """Tokens/s, and the share of the time in which each stage waited."""
     runner = engine.runner
-    for _ in range(3 * runner.max_open):
+    for _ in range(2 * runner.max_open):
         next(steps)
     runner.beat()
     busy_s, elapsed_s = runner.busy_s, runner.elapsed_s
@@ -129,44 +135,50 @@ def rate(engine: Engine, steps: Iterator[int], seconds: float) -> tuple[float, n
     return tokens_per_s, 1 - spent_s / (runner.elapsed_s - elapsed_s)
 
 
-def measured(config: EngineConfig, shape: Parallelism, work: str, seconds: float) -> tuple:
-    """What `rate` gives for an instance of this shape, a core for each of two ranks."""
-    cores = sorted(os.sched_getaffinity(0))
+@contextmanager
+def instance(config: EngineConfig, shape: Parallelism, work: str) -> Iterator[Engine]:
+    """An instance of this shape: its head in this process, a second rank on the other core."""
+    config = replace(config, max_batch_size=ROWS * shape.pp)
+    core = max(os.sched_getaffinity(0))
     meeting, store = open_group(shape, HOST, 60)
     followers = [
         multiprocessing.get_context("spawn").Process(
-            target=follow, args=(config, shape, meeting, cores[-1])
+            target=follow, args=(config, shape, meeting, core)
         )
         for _ in range(shape.num_gpus - 1)
     ]
     for process in followers:
         process.start()
-    os.sched_setaffinity(0, [cores[0]])
     stage = start_rank(
         config, shape, 0, store, host=HOST, address="", load_timeout_s=60, role=BALANCED_FOR[work]
     )
     runner, tokenizer = ParallelRunner(stage), Tokenizer.load(resolve(config.model))
-    role, steps = WORK[work]
-    engine = build_engine(role, config, lambda _: (runner, tokenizer))
-    found = rate(engine, steps(engine), seconds)
+    yield build_engine(WORK[work][0], config, lambda _: (runner, tokenizer))
     runner.close()
     for process in followers:
         process.join()
-    os.sched_setaffinity(0, cores)
-    return found
 
 
 def compare(config: EngineConfig, shape: Parallelism, work: str, seconds: float) -> float:
-    """How many times faster the ranks of ``shape`` are together than one."""
-    one, _ = measured(config, Parallelism(), work, seconds)
-    several, waits = measured(config, shape, work, seconds)
-    shares = ", ".join(f"{share:.0%}" for share in waits)
+    """How many times faster the ranks of ``shape`` are together than one; medians of the rounds."""
+    cores, steps_of = os.sched_getaffinity(0), WORK[work][1]
+    with (
+        instance(config, Parallelism(), work) as alone,
+        instance(config, shape, work) as together,
+    ):
+        os.sched_setaffinity(0, [min(cores)])
+        sides = [(engine, steps_of(engine)) for engine in (alone, together)]
+        rounds = [[rate(*side, seconds / NUM_ROUNDS) for side in sides] for _ in range(NUM_ROUNDS)]
+        os.sched_setaffinity(0, cores)
+    one, several = (median(found[side][0] for found in rounds) for side in (0, 1))
+    ratios = [found[1][0] / found[0][0] for found in rounds]
+    shares = ", ".join(f"{share:.0%}" for share in np.median([f[1][1] for f in rounds], axis=0))
     print(
         f"{work}: one rank on one core {one:.0f} tokens/s, {shape} on two cores {several:.0f}:"
-        f" x {several / one:.2f}; stages wait {shares}",
+        f" x {median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f}); stages wait {shares}",
         flush=True,
     )
-    return several / one
+    return median(ratios)
 
 
 def pipeline(config: EngineConfig, seconds: float) -> list[dict]:
@@ -258,11 +270,11 @@ async def reshard(seconds: float) -> list[dict]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--seconds", type=float, default=8.0, help="per figure")
-    parser.add_argument("--quick", action="store_true", help="3 seconds per figure: < 60 s")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--seconds", type=float, default=20.0, help="per figure")
+    parser.add_argument("--quick", action="store_true", help="6 seconds per figure")
     given = parser.parse_args()
-    seconds = 3.0 if given.quick else given.seconds
+    seconds = 6.0 if given.quick else given.seconds
     config = EngineConfig(
         model=given.model,
         dtype=given.dtype,
@@ -270,7 +282,6 @@ def main() -> None:
         rank_timeout_s=60,
         prefill_budget_tokens=PROMPTS * PROMPT_TOKENS,
         num_kv_blocks=1600,
-        max_batch_size=ROWS,
     )
     figures = pipeline(config, seconds)
     figures += asyncio.run(reshard(seconds))

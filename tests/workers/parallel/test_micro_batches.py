@@ -96,9 +96,11 @@ def prompt(num_tokens: int) -> ForwardBatch:
         (decode_batch(64), 3, 2, 1),
         (decode_batch(2), 3, 0, 2),
         (prompt(40), 2, 0, 2),
-        (prompt(160), 2, 0, 5),
+        (prompt(160), 2, 0, 2),
+        (prompt(700), 2, 0, 5),
         (prompt(4000), 2, 0, 8),
-        (prompt(4000), 2, 1, 8),
+        (prompt(4000), 2, 1, 1),
+        (prompt(4000), 3, 1, 12),
     ],
 )
 def test_stages_are_kept_full(batch, num_stages, num_open, count):

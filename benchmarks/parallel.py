@@ -4,8 +4,7 @@
   have one each in work; the ratio of their rates, and the share of time in which each stage waits
   for the other (its bubbles). Decode steps have as many rows in both, so that every stage computes
   for as many at a time; the two stages have twice as many requests in turns.
-- `reshard`: the bytes of a request's KV from one process to another, whole pages as they are, and
-  half of every layer's heads of twice as many pages, which is copied in strides at both ends.
+- `reshard`: KV between ranks of unlike shapes against whole pages as they are, see reshard.py.
 
 The last line is a JSON list of {"name", "value", "unit", "target", "ok"}.
 """
@@ -25,23 +24,15 @@ from dataclasses import replace
 from statistics import median
 
 import numpy as np
-import torch
-from distributed.core import ConnectionPool, Server
+from reshard import reshard
 
 from daskserve.core.instance import EngineConfig, Role
-from daskserve.core.kv import KVHandle
 from daskserve.core.params import SamplingParams
 from daskserve.core.placement import Parallelism
 from daskserve.core.request import Prefilled, Request
-from daskserve.core.shards import Shard
 from daskserve.models.catalog import resolve
-from daskserve.service.kv_parts import Limits, export_part, pull_parts
-from daskserve.service.kv_pull import OPERATION, KVServer, pull
 from daskserve.text.tokenizer import Tokenizer
 from daskserve.workers.engine import Engine
-from daskserve.workers.forward import ModelShape
-from daskserve.workers.kv_digest import slice_digests, summed
-from daskserve.workers.kv_pool import KVPool
 from daskserve.workers.loading import build_engine
 from daskserve.workers.parallel.follower import Follower
 from daskserve.workers.parallel.group import Meeting, join_group, open_group
@@ -49,14 +40,11 @@ from daskserve.workers.parallel.runner import ParallelRunner
 from daskserve.workers.parallel.start import start_rank
 from daskserve.workers.sequence import Sequence as EngineSequence
 
-HOST, BLOCK = "127.0.0.1", 16
-PROMPTS, PROMPT_TOKENS = 2, 128  # of one step
-ROWS, CONTEXT = 32, 100  # of one step
-NUM_ROUNDS = 5
-PIPELINE_TARGET, RESHARD_TARGET = 1.5, 0.8
-LIMITS = Limits(5, 5, 30)
-KV_SHAPE = ModelShape(30, 4, 64, 49152, 8192, frozenset())
-KV_PAGES = 512  # of half of the heads: 126 MB in bfloat16
+HOST = "127.0.0.1"
+PROMPTS, PROMPT_TOKENS = 1, 128  # of one step
+ROWS, CONTEXT = 32, 20  # of one step
+NUM_ROUNDS = 3
+TARGET = 1.5
 
 
 def follow(config: EngineConfig, shape: Parallelism, meeting: Meeting, core: int) -> None:
@@ -187,7 +175,7 @@ def pipeline(config: EngineConfig, seconds: float) -> list[dict]:
             f"pipeline_{work}",
             compare(config, Parallelism(1, 2), work, seconds),
             "x one stage",
-            PIPELINE_TARGET,
+            TARGET,
         )
         for work in WORK
     ]
@@ -195,76 +183,6 @@ def pipeline(config: EngineConfig, seconds: float) -> list[dict]:
 
 def figure(name: str, value: float, unit: str, target: float) -> dict:
     return dict(name=name, value=round(value, 3), unit=unit, target=target, ok=value >= target)
-
-
-def hold(port, core: int) -> None:
-    """A prefill rank that serves its pages whole and in parts."""
-    os.sched_setaffinity(0, [core])
-
-    async def main() -> None:
-        pool = KVPool(KV_SHAPE, torch.bfloat16, KV_PAGES, BLOCK)
-        pool.pages.normal_()
-        pages = range(1, KV_PAGES + 1)
-        half = Shard(0, 30, 0, 2)
-        digest = summed(slice_digests(pool, pages, half))
-
-        async def part(handle: KVHandle, shard: Shard):
-            return export_part(pool, pages, shard), digest
-
-        def whole(handle: KVHandle):
-            return pool.page_views(range(1, KV_PAGES // 2 + 1))
-
-        server = Server({})
-        await server.listen(f"tcp://{HOST}:0")
-        serving = KVServer(server.address, whole, lambda *released: None, 30, part)
-        server.handlers[OPERATION] = serving.handle
-        port.send(server.address)
-        await asyncio.to_thread(port.recv)
-        await server.close()
-
-    asyncio.run(main())
-
-
-async def reshard(seconds: float) -> list[dict]:
-    cores = sorted(os.sched_getaffinity(0))
-    context = multiprocessing.get_context("spawn")
-    port, other = context.Pipe()
-    process = context.Process(target=hold, args=(other, cores[-1]))
-    process.start()
-    os.sched_setaffinity(0, [cores[0]])
-    address = await asyncio.to_thread(port.recv)
-    handle = KVHandle("1", address, b"s" * 16, KV_PAGES * BLOCK, "layout", 0)
-    half = KVPool(KV_SHAPE, torch.bfloat16, KV_PAGES, BLOCK, Shard(0, 30, 0, 2))
-    whole = KVPool(KV_SHAPE, torch.bfloat16, KV_PAGES // 2, BLOCK)
-    half.pages.zero_(), whole.pages.zero_()
-    connections = await ConnectionPool()
-    pages = range(1, KV_PAGES + 1)
-
-    async def plain() -> None:
-        views = whole.page_views(range(1, KV_PAGES // 2 + 1))
-        await pull(connections, handle, views, connect_timeout_s=5, stall_timeout_s=5)
-        slice_digests(whole, range(1, KV_PAGES // 2 + 1))
-
-    async def parts() -> None:
-        await pull_parts(connections, handle, half, KV_SHAPE, KV_PAGES, LIMITS, pages)
-
-    times: dict[str, list[float]] = {"plain": [], "parts": []}
-    while len(times["parts"]) < 3 or sum(times["parts"]) < seconds:
-        for name, way in (("plain", plain), ("parts", parts)):
-            started_at = time.perf_counter()
-            await way()
-            times[name].append(time.perf_counter() - started_at)
-    await connections.close()
-    port.send("done")
-    process.join()
-    num_bytes = half.pages[1:].nbytes
-    speeds = {name: num_bytes / median(taken[1:]) / 1e9 for name, taken in times.items()}
-    print(
-        f"reshard: {num_bytes / 1e6:.0f} MB in whole pages {speeds['plain']:.2f} GB/s, half of the"
-        f" heads {speeds['parts']:.2f} GB/s; both verified"
-    )
-    ratio = speeds["parts"] / speeds["plain"]
-    return [figure("reshard", ratio, "x whole pages", RESHARD_TARGET)]
 
 
 def main() -> None:
@@ -284,7 +202,7 @@ def main() -> None:
         num_kv_blocks=1600,
     )
     figures = pipeline(config, seconds)
-    figures += asyncio.run(reshard(seconds))
+    figures += asyncio.run(reshard(10.0))
     print(json.dumps(figures))
 
 

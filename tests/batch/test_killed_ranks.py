@@ -9,11 +9,13 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
+import cloudpickle
 import dask
 import pytest
 from distributed import Client
@@ -26,6 +28,9 @@ from daskserve.core.placement import Parallelism
 from .conftest import thread_cluster
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+
+# Workers cannot import this module.
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 RANK_TIMEOUT_S = 10
 CONFIG = EngineConfig(
@@ -122,19 +127,23 @@ def check(service: Service, output: Path, job: Future, expected: list[str], rank
     assert losses[-1]["role"].lower() == rank.partition("-")[0]
 
 
-def wait_until_whole(service: Service) -> None:
-    """Every instance is ready again and nothing is left in it."""
-    num_instances = len(service.status()["workers"])
+@pytest.fixture(autouse=True)
+def whole_again(service: Service) -> Iterator[None]:
+    """After every test all instances get ready again, and nothing is left in them."""
+    num_instances, num_ranks = len(service.load()), num_workers(service)
+    yield
     deadline = time.monotonic() + 200
     while True:
         loads = service.load().values()
-        if len(loads) >= num_instances and not any(
-            load.used_kv_blocks or load.num_running for load in loads
-        ):
+        is_whole = len(loads) == num_instances and num_workers(service) == num_ranks
+        if is_whole and not any(load.used_kv_blocks or load.num_running for load in loads):
             return
         assert time.monotonic() < deadline, service.status()
         time.sleep(0.2)
-        num_instances = max(num_instances, len(service.status()["workers"]))
+
+
+def num_workers(service: Service) -> int:
+    return len(service.client.scheduler_info(n_workers=-1)["workers"])
 
 
 @pytest.mark.parametrize("rank", RANKS)
@@ -143,7 +152,6 @@ def test_a_killed_rank_loses_no_row(service, tmp_path, expected, rank):
         job = begin(service, tmp_path / "out.jsonl", pool, 4)
         os.kill(pid_of(service, rank), signal.SIGKILL)
         check(service, tmp_path / "out.jsonl", job, expected, rank)
-    wait_until_whole(service)
 
 
 @pytest.mark.parametrize("rank", RANKS)
@@ -158,7 +166,6 @@ def test_a_rank_that_dies_in_a_pull_loses_no_row(service, tmp_path, expected, ra
     finally:
         service.client.unregister_worker_plugin(DieHalfWay.name)
     assert not once.exists()
-    wait_until_whole(service)
 
 
 @pytest.mark.parametrize("rank", ["prefill-0.3", "decode-1.1"])
@@ -180,4 +187,3 @@ def test_a_rank_that_hangs_is_noticed_in_time(service, tmp_path, expected, rank)
                 os.kill(pid, signal.SIGKILL)
             except ProcessLookupError:
                 pass
-    wait_until_whole(service)

@@ -12,6 +12,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+import cloudpickle
 import dask
 import psutil
 import pytest
@@ -20,6 +21,9 @@ from distributed.diagnostics.plugin import WorkerPlugin
 
 from daskserve import EngineConfig, SamplingParams, Service, run_batch
 from daskserve.errors import BatchError
+
+# Workers cannot import this module.
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 NUM_ROWS = 100
 PARAMS = SamplingParams(max_tokens=16)

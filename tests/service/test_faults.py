@@ -10,6 +10,7 @@ import textwrap
 import time
 from collections.abc import Iterator
 
+import cloudpickle
 import dask
 import psutil
 import pytest
@@ -19,6 +20,9 @@ from distributed.diagnostics.plugin import WorkerPlugin
 from daskserve import EngineConfig, SamplingParams, Service
 from daskserve.core.instance import Role
 from daskserve.errors import ClusterError, KilledInstance
+
+# Workers cannot import this module.
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 

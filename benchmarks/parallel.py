@@ -47,10 +47,13 @@ from daskserve.workers.sequence import Sequence as EngineSequence
 
 HOST, BLOCK = "127.0.0.1", 16
 PROMPTS, PROMPT_TOKENS = 4, 256  # of one step
-ROWS, CONTEXT = 64, 200
+ROWS, CONTEXT, MOST_TOKENS = 64, 200, 1800
 PIPELINE_TARGET, RESHARD_TARGET = 1.5, 0.8
 LIMITS = Limits(5, 5, 30)
 KV_SHAPE = ModelShape(30, 4, 64, 49152, 8192, frozenset())
+# The second ranks come from a process that has imported the engine once.
+FORKING = multiprocessing.get_context("forkserver")
+FORKING.set_forkserver_preload(["daskserve.workers.parallel.start"])
 KV_PAGES = 512  # of half of the heads: 126 MB in bfloat16
 
 
@@ -60,10 +63,12 @@ def follow(config: EngineConfig, shape: Parallelism, meeting: Meeting, core: int
     Follower(start_rank(config, shape, 1, store, host=HOST, address="", load_timeout_s=60)).serve()
 
 
-def requests(name: str, count: int, length: int, max_tokens: int) -> list[EngineSequence]:
+def requests(
+    engine: Engine, name: str, count: int, length: int, max_tokens: int
+) -> list[EngineSequence]:
     rng = np.random.default_rng(0)
     params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
-    prompts = rng.integers(3, 40_000, (count, length))
+    prompts = rng.integers(3, engine.runner.shape.vocab_size, (count, length))
     return [
         EngineSequence(Request(f"{name}-{number}", tuple(prompt.tolist()), params, 0.0, 0))
         for number, prompt in enumerate(prompts)
@@ -91,16 +96,20 @@ def prefill(engine: Engine) -> Iterator[int]:
     """Prompt tokens of step after step; the queue is never empty, KV is taken at once."""
     for number in itertools.count():
         if len(engine.scheduler.waiting) < 2 * PROMPTS:
-            for sequence in requests(f"p{number}", PROMPTS, PROMPT_TOKENS, 2):
+            for sequence in requests(engine, f"p{number}", PROMPTS, PROMPT_TOKENS, 2):
                 engine.add(sequence)
         yield advance(engine) * PROMPT_TOKENS
 
 
 def decode(engine: Engine) -> Iterator[int]:
-    """Tokens of step after step of ``ROWS`` requests, whose prompts have ``CONTEXT`` tokens."""
-    for sequence in requests("d", ROWS, CONTEXT, 4000):
+    """Tokens of step after step of as many requests as the engine takes at once.
+
+    Their prompts have ``CONTEXT`` tokens.
+    """
+    rows = engine.config.max_batch_size
+    for sequence in requests(engine, "d", rows, CONTEXT, MOST_TOKENS):
         engine.add(sequence)
-    while engine.scheduler.num_running < ROWS:
+    while engine.scheduler.num_running < rows:
         advance(engine)
     while True:
         yield advance(engine)
@@ -134,9 +143,7 @@ def measured(config: EngineConfig, shape: Parallelism, work: str, seconds: float
     cores = sorted(os.sched_getaffinity(0))
     meeting, store = open_group(shape, HOST, 60)
     followers = [
-        multiprocessing.get_context("spawn").Process(
-            target=follow, args=(config, shape, meeting, cores[-1])
-        )
+        FORKING.Process(target=follow, args=(config, shape, meeting, cores[-1]))
         for _ in range(shape.num_gpus - 1)
     ]
     for process in followers:

@@ -22,6 +22,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 MODEL = "smollm2-135m"
@@ -121,26 +122,35 @@ def run_steps(rounds: str) -> dict[str, float]:
     """Milliseconds of a step by ``<decode batch>+<prefill tokens>``."""
     from daskserve.core.instance import EngineConfig
     from daskserve.models import resolve
-    from daskserve.workers.kv_pool import KVPool
     from daskserve.workers.loader import load_runner
 
     config = EngineConfig(model=MODEL, num_threads=CORES, block_size=BLOCK_SIZE)
-    runner = load_runner(resolve(MODEL), config)
-    num_blocks = (max(BATCHES) * CONTEXT_TOKENS + max(PREFILLS)) // BLOCK_SIZE
+    times_s = step_times_s(load_runner(resolve(MODEL), config), BATCHES, PREFILLS, int(rounds))
+    return {f"{batch}+{prefill}": 1e3 * step_s for (batch, prefill), step_s in times_s.items()}
+
+
+def step_times_s(
+    runner, batches: Sequence[int], prefills: Sequence[int], rounds: int
+) -> dict[tuple[int, int], float]:
+    """Median seconds of a step by decode batch and prefill tokens; pages of `BLOCK_SIZE` tokens."""
+    from daskserve.workers.kv_pool import KVPool
+
+    num_blocks = (max(batches) * CONTEXT_TOKENS + max(prefills)) // BLOCK_SIZE
     pool = KVPool(runner.shape, runner.dtype, num_blocks, BLOCK_SIZE)
     runner.bind(pool.pages)
+    vocabulary = runner.shape.vocab_size
+    steps = {(b, p): mixed_step(b, p, vocabulary) for b in batches for p in prefills}
     # In rounds, so that what the machine does for a while slows one try of every step.
-    steps = {f"{b}+{p}": mixed_step(b, p) for b in BATCHES for p in PREFILLS}
-    times: dict[str, list[float]] = {name: [] for name in steps}
-    for _ in range(int(rounds) + 1):
-        for name, step in steps.items():
+    times_s: dict[tuple[int, int], list[float]] = {key: [] for key in steps}
+    for _ in range(rounds + 1):
+        for key, step in steps.items():
             started_at = time.perf_counter()
             runner.forward(step)
-            times[name].append((time.perf_counter() - started_at) * 1e3)
-    return {name: statistics.median(values[1:]) for name, values in times.items()}
+            times_s[key].append(time.perf_counter() - started_at)
+    return {key: statistics.median(values[1:]) for key, values in times_s.items()}
 
 
-def mixed_step(batch: int, prefill: int):
+def mixed_step(batch: int, prefill: int, vocabulary: int):
     """Rows of one token at a context of 256, and one whole prompt behind them."""
     import numpy as np
 
@@ -154,7 +164,7 @@ def mixed_step(batch: int, prefill: int):
     for row, (start, count) in enumerate(zip(starts[:-1], pages, strict=True)):
         table[row, :count] = np.arange(start, start + count)
     return ForwardBatch(
-        token_ids=np.random.default_rng(0).integers(100, 40_000, sum(lengths)),
+        token_ids=np.random.default_rng(0).integers(0, vocabulary, sum(lengths)),
         positions=np.concatenate(
             [np.arange(c - n, c) for c, n in zip(contexts, lengths, strict=True)]
         ),

@@ -42,9 +42,12 @@ from daskserve.workers.sequence import Sequence as EngineSequence
 
 HOST = "127.0.0.1"
 PROMPTS, PROMPT_TOKENS = 1, 128  # of one step
-ROWS, CONTEXT = 32, 20  # of one step
+ROWS, CONTEXT, MOST_TOKENS = 32, 20, 1800  # of one step
 NUM_ROUNDS = 3
 TARGET = 1.5
+# The second ranks come from a process that has imported the engine once.
+FORKING = multiprocessing.get_context("forkserver")
+FORKING.set_forkserver_preload(["daskserve.workers.parallel.start"])
 
 
 def follow(config: EngineConfig, shape: Parallelism, meeting: Meeting, core: int) -> None:
@@ -53,10 +56,12 @@ def follow(config: EngineConfig, shape: Parallelism, meeting: Meeting, core: int
     Follower(start_rank(config, shape, 1, store, host=HOST, address="", load_timeout_s=60)).serve()
 
 
-def requests(name: str, count: int, length: int, max_tokens: int) -> list[EngineSequence]:
+def requests(
+    engine: Engine, name: str, count: int, length: int, max_tokens: int
+) -> list[EngineSequence]:
     rng = np.random.default_rng(0)
     params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
-    prompts = rng.integers(3, 40_000, (count, length))
+    prompts = rng.integers(3, engine.runner.shape.vocab_size, (count, length))
     return [
         EngineSequence(Request(f"{name}-{number}", tuple(prompt.tolist()), params, 0.0, 0))
         for number, prompt in enumerate(prompts)
@@ -84,17 +89,20 @@ def prefill(engine: Engine) -> Iterator[int]:
     """Prompt tokens of step after step; the queue is never empty, KV is taken at once."""
     for number in itertools.count():
         if len(engine.scheduler.waiting) < 2 * PROMPTS:
-            for sequence in requests(f"p{number}", PROMPTS, PROMPT_TOKENS, 2):
+            for sequence in requests(engine, f"p{number}", PROMPTS, PROMPT_TOKENS, 2):
                 engine.add(sequence)
         yield advance(engine) * PROMPT_TOKENS
 
 
 def decode(engine: Engine) -> Iterator[int]:
-    """Tokens of step after step of ``ROWS`` requests, whose prompts have ``CONTEXT`` tokens."""
-    num_rows = ROWS * engine.runner.max_open
-    for sequence in requests("d", num_rows, CONTEXT, 4000):
+    """Tokens of step after step of as many requests as the engine takes at once.
+
+    Their prompts have ``CONTEXT`` tokens.
+    """
+    rows = engine.config.max_batch_size
+    for sequence in requests(engine, "d", rows, CONTEXT, MOST_TOKENS):
         engine.add(sequence)
-    while engine.scheduler.num_running < num_rows:
+    while engine.scheduler.num_running < rows:
         advance(engine)
     while True:
         yield advance(engine)
@@ -126,13 +134,10 @@ def rate(engine: Engine, steps: Iterator[int], seconds: float) -> tuple[float, n
 @contextmanager
 def instance(config: EngineConfig, shape: Parallelism, work: str) -> Iterator[Engine]:
     """An instance of this shape: its head in this process, a second rank on the other core."""
-    config = replace(config, max_batch_size=ROWS * shape.pp)
     core = max(os.sched_getaffinity(0))
     meeting, store = open_group(shape, HOST, 60)
     followers = [
-        multiprocessing.get_context("spawn").Process(
-            target=follow, args=(config, shape, meeting, core)
-        )
+        FORKING.Process(target=follow, args=(config, shape, meeting, core))
         for _ in range(shape.num_gpus - 1)
     ]
     for process in followers:
@@ -147,12 +152,23 @@ def instance(config: EngineConfig, shape: Parallelism, work: str) -> Iterator[En
         process.join()
 
 
+def measured(config: EngineConfig, shape: Parallelism, work: str, seconds: float) -> tuple:
+    """What `rate` gives for an instance of this shape, a core for each of two ranks."""
+    cores = os.sched_getaffinity(0)
+    with instance(config, shape, work) as engine:
+        os.sched_setaffinity(0, [min(cores)])
+        found = rate(engine, WORK[work][1](engine), seconds)
+        os.sched_setaffinity(0, cores)
+    return found
+
+
 def compare(config: EngineConfig, shape: Parallelism, work: str, seconds: float) -> float:
     """How many times faster the ranks of ``shape`` are together than one; medians of the rounds."""
     cores, steps_of = os.sched_getaffinity(0), WORK[work][1]
+    alike = [replace(config, max_batch_size=ROWS * pp) for pp in (1, shape.pp)]
     with (
-        instance(config, Parallelism(), work) as alone,
-        instance(config, shape, work) as together,
+        instance(alike[0], Parallelism(), work) as alone,
+        instance(alike[1], shape, work) as together,
     ):
         os.sched_setaffinity(0, [min(cores)])
         sides = [(engine, steps_of(engine)) for engine in (alone, together)]

@@ -150,7 +150,7 @@ def make_runs(
     counts = {"prefill": 0, "decode": 0, "colocated": 1} if keys[0].mode == "colocated" else {}
     with Service.local(**counts, config=config) as service:
         warm_up = workload_at(_WARM_UP_RATE).dataset.isel(request=slice(_WARM_UP_REQUESTS))
-        _served(service, Workload(warm_up), 99)
+        served(service, Workload(warm_up), 99)
         for key in missing:
             workload = workload_at(key.rate)
             if time.monotonic() + float(workload.arrays()[0][-1]) > until:
@@ -164,7 +164,7 @@ def _quietest(service: Service, workload: Workload, key: Key, until: float) -> R
     best: Run | None = None
     span_s = float(workload.arrays()[0][-1])
     for number in range(1, MOST_TRIES + 1):
-        run = _served(service, workload, key.repeat)
+        run = served(service, workload, key.repeat)
         print(f"{key}: others used {run.others:.1%} of the machine, try {number}", flush=True)
         if best is None or run.others < best.others:
             best = run
@@ -173,7 +173,7 @@ def _quietest(service: Service, workload: Workload, key: Key, until: float) -> R
     return best
 
 
-def _served(service: Service, workload: Workload, seed: int) -> Run:
+def served(service: Service, workload: Workload, seed: int) -> Run:
     """An open loop: every request leaves at its time, whatever became of those before."""
     rng = np.random.default_rng(seed)
     due_s, prompts, outputs = workload.arrays()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import panel as pn
+from bokeh.document import Document
 
 from daskserve.dashboards.page import Html, Page
 from daskserve.dashboards.theme import FONT, Theme
@@ -48,6 +50,15 @@ document.getElementById("theme").onclick = () => {
 COOKIE = "daskserve_theme"
 
 
+class _Frame(pn.Template):
+    """Adds all cards in one go: else each one has every model of the page looked through anew."""
+
+    def server_doc(self, doc: Document | None = None, *given: Any, **more: Any) -> Document:
+        document = doc or pn.state.curdoc
+        with document.models.freeze():
+            return super().server_doc(document, *given, **more)
+
+
 def framed(page: Page, status: Html, links: Sequence[tuple[str, str]]) -> pn.Template:
     """The page as a whole document.
 
@@ -59,7 +70,7 @@ def framed(page: Page, status: Html, links: Sequence[tuple[str, str]]) -> pn.Tem
         Path and name of every page.
     """
     theme = page.theme
-    template = pn.Template(_TEMPLATE)
+    template = _Frame(_TEMPLATE)
     for name, value in (
         ("page_title", page.title),
         ("links", list(links)),

@@ -54,6 +54,7 @@ class InstancesPage(Page):
     """One row per instance."""
 
     title, path = "Instances", "instances"
+    extensions = ("tabulator",)
 
     def __init__(self, feed: Feed, theme: Theme, **params: Any) -> None:
         super().__init__(feed, theme, **params)

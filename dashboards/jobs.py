@@ -27,6 +27,7 @@ class JobsPage(Page):
     """Progress of every job, the latest first, and the failed rows of all of them."""
 
     title, path = "Jobs", "jobs"
+    extensions = ("tabulator",)
 
     def __init__(self, feed: Feed, theme: Theme, **params: Any) -> None:
         super().__init__(feed, theme, **params)

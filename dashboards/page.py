@@ -49,6 +49,8 @@ class Page(pn.viewable.Viewer):
 
     title = ""
     path = ""
+    extensions: tuple[str, ...] = ()
+    """Of Panel, whose scripts the browser loads for this page; ``tabulator`` for tables."""
 
     def __init__(self, feed: Feed, theme: Theme, **params: Any) -> None:
         super().__init__(**params)

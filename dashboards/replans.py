@@ -48,6 +48,7 @@ class ReplansPage(Page):
     """A timeline, a table, and the evidence of the row that is clicked."""
 
     title, path = "Replans", "replans"
+    extensions = ("tabulator",)
 
     def __init__(self, feed: Feed, theme: Theme, **params: Any) -> None:
         super().__init__(feed, theme, **params)

@@ -26,7 +26,7 @@ from daskserve.planner.plan_record import FrontPoint, PlanRecord, lightest
 
 _NONE = (
     "No plan has been made yet. Ask for one on the What-if page: the refined answer appears here"
-    " with its curves."
+    " with its curves. daskserve dashboard --plan FILE shows what daskserve plan --report wrote."
 )
 
 
@@ -174,6 +174,8 @@ def _head_html(plan: PlanRecord) -> str:
 def question_text(question: dict[str, Any]) -> str:
     """What was asked, in one line."""
     q = question
+    if "cluster" in q:  # from the command line, already in words
+        return f"{q['model']} on {q['cluster']}, {q['workload']}, {q['slo']}"
     return (
         f"{q['model']} on {q['num_nodes']} × {q['gpus_per_node']} {q['gpu']} at"
         f" {q['network_gbps']:g} Gbit/s, {q['rate']:g} req/s of {q['prompt_tokens']} prompt and"

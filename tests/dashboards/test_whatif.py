@@ -14,6 +14,8 @@ from daskserve.dashboards.refining import Progress, Refiner
 from daskserve.dashboards.sources import NoSource
 from daskserve.dashboards.theme import LIGHT
 from daskserve.dashboards.whatif import WhatIfPage
+from daskserve.errors import ConfigError
+from daskserve.planner.plan_file import read_plan, write_plan
 from daskserve.planner.plan_record import Curve, FrontPoint, PlanRecord, estimated
 
 
@@ -107,6 +109,16 @@ def test_the_plan_page_shows_the_last_plan():
     shares = {way: list(source.data["share"]) for way, source in page._curves.items()}
     assert shares == {"prefill, decode apart": [1.0, 0.5], "colocated": []}
     assert page._target.location == 0.9 and list(page._front["colocated"].data["gpus"]) == [2]
+
+
+def test_a_plan_survives_its_file(tmp_path):
+    plan, path = simulated(Question()), tmp_path / "plan.json"
+    write_plan(plan, path)
+    assert read_plan(path) == plan
+    for text in ("{", "[]", '{"daskserve_plan": 2}', '{"daskserve_plan": 1}'):
+        path.write_text(text)
+        with pytest.raises(ConfigError, match=str(path)):
+            read_plan(path)
 
 
 @pytest.mark.slow

@@ -9,8 +9,12 @@ from bokeh.models import (
     BasicTicker,
     ColorBar,
     ColumnDataSource,
+    Line,
     LinearColorMapper,
     NumeralTickFormatter,
+    Rect,
+    Stack,
+    VArea,
 )
 from bokeh.plotting import figure
 
@@ -21,13 +25,14 @@ from daskserve.dashboards.numbers import Number, numbers_html, numbers_pane
 from daskserve.dashboards.page import Card, Page
 from daskserve.dashboards.theme import (
     Theme,
+    add_glyph,
+    add_legend,
     dollars_text,
     local_ms,
     new_figure,
     number_text,
     percent_text,
     seconds_text,
-    style_legend,
 )
 from daskserve.observe import Sample
 
@@ -177,44 +182,49 @@ class LivePage(Page):
         chart = new_figure(self.theme, seconds_axis=True, x_axis_type="datetime")
         chart.y_range.start = 0
         source = self._rows
-        chart.varea("time", f"{metric}_limit", f"{metric}_over", source=source,
-                    fill_color=self.theme.bad, fill_alpha=0.25)  # fmt: skip
+        add_legend(chart, self.theme)
+        over = VArea(x="time", y1=f"{metric}_limit", y2=f"{metric}_over",
+                     fill_color=self.theme.bad, fill_alpha=0.25)  # fmt: skip
+        add_glyph(chart, source, over)
         for name, width in (("p99", 1.2), ("p90", 2.2), ("p50", 1.6)):
             colour = getattr(self.theme, name)
-            chart.line("time", f"{metric}_{name}", source=source, line_color=colour,
-                       line_width=width, legend_label=name)  # fmt: skip
-        chart.line("time", f"{metric}_limit", source=source, line_color=self.theme.bad,
-                   line_dash="dashed", line_width=1.4, legend_label="SLO")  # fmt: skip
-        style_legend(chart, self.theme)
+            line = Line(x="time", y=f"{metric}_{name}", line_color=colour, line_width=width)
+            add_glyph(chart, source, line, name)
+        limit = Line(x="time", y=f"{metric}_limit", line_color=self.theme.bad,
+                     line_dash="dashed", line_width=1.4)  # fmt: skip
+        add_glyph(chart, source, limit, "SLO")
         return chart
 
     def _new_queues(self) -> figure:
         chart = new_figure(self.theme, x_axis_type="datetime")
         chart.y_range.start = 0
         chart.yaxis.formatter = NumeralTickFormatter(format="0,0.[0]a")
+        add_legend(chart, self.theme)
         for stage in _STAGES:
-            chart.line("time", f"wait_{stage}", source=self._rows, line_width=2,
-                       line_color=getattr(self.theme, stage),
-                       legend_label=_STAGE_NAMES[stage])  # fmt: skip
-        style_legend(chart, self.theme)
+            colour = getattr(self.theme, stage)
+            line = Line(x="time", y=f"wait_{stage}", line_color=colour, line_width=2)
+            add_glyph(chart, self._rows, line, _STAGE_NAMES[stage])
         return chart
 
     def _new_strip(self) -> figure:
         chart = new_figure(self.theme, height=130, x_axis_type="datetime")
         chart.y_range.start = 0
         chart.yaxis.ticker.min_interval = 1
-        colours = [self.theme.of_role(role) for role in _ROLES]
-        labels = [role.lower() for role in _ROLES]
-        chart.varea_stack(list(_ROLES), x="time", source=self._rows, color=colours,
-                          fill_alpha=0.8, legend_label=labels)  # fmt: skip
-        style_legend(chart, self.theme)
+        add_legend(chart, self.theme)
+        for i, role in enumerate(_ROLES):
+            below, above = Stack(fields=_ROLES[:i]), Stack(fields=_ROLES[: i + 1])
+            area = VArea(x="time", y1={"expr": below}, y2={"expr": above},
+                         fill_color=self.theme.of_role(role), fill_alpha=0.8)  # fmt: skip
+            add_glyph(chart, self._rows, area, role.lower())
         return chart
 
     def _new_heatmap(self) -> figure:
         chart = new_figure(self.theme, x_axis_type="datetime", y_range=["-"])
         mapper = LinearColorMapper(palette=self.theme.ramp, low=0.0, high=1.0)
-        chart.rect("time", "instance", "width", 0.92, source=self._kv, line_color=None,
-                   fill_color={"field": "used", "transform": mapper})  # fmt: skip
+        share = {"field": "used", "transform": mapper}
+        cell = Rect(x="time", y="instance", width="width", height=0.92, line_color=None,
+                    fill_color=share)  # fmt: skip
+        add_glyph(chart, self._kv, cell)
         chart.ygrid.grid_line_color = None
         bar = ColorBar(
             color_mapper=mapper,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -136,22 +137,31 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield address
 
 
-@pytest.fixture(scope="session")
-def service() -> Iterator[Service]:
-    """A mock model on one prefill and one decode instance, threads of this process."""
+@contextmanager
+def mock_service(prefill: int = 1, decode: int = 1) -> Iterator[Service]:
+    """The mock model on so many instances, threads of this process."""
     common = {"host": "127.0.0.1", "dashboard": False, "dashboard_address": "127.0.0.1:0"}
     options = {**common, "nthreads": 16, "memory_limit": 0}
     workers = {
-        role: {"cls": Worker, "options": {**options, "resources": {role: 16}}}
-        for role in ("PREFILL", "DECODE")
+        f"{role}-{i}": {"cls": Worker, "options": {**options, "resources": {role: 16}}}
+        for role, count in (("PREFILL", prefill), ("DECODE", decode))
+        for i in range(count)
     }
     scheduler = {"cls": Scheduler, "options": {**common, "port": 0}}
-    config = EngineConfig(model="mock", mock_prefill_s=0.004, mock_decode_s=0.004)
+    config = EngineConfig(
+        model="mock", mock_prefill_s=0.004, mock_decode_s=0.004, num_kv_blocks=200
+    )
     with (
         SpecCluster(workers=workers, scheduler=scheduler, silence_logs=50) as cluster,
         Client(cluster, set_as_default=False) as client,
         Service.attach(client, config, slo=SLO(0.5, 0.1)) as service,
     ):
+        yield service
+
+
+@pytest.fixture(scope="session")
+def service() -> Iterator[Service]:
+    with mock_service() as service:
         yield service
 
 

@@ -11,9 +11,11 @@ from pathlib import Path
 import httpx
 import pytest
 
+from daskserve import SamplingParams
 from daskserve.dashboards.app import Dashboard
 
 from .browser import Tab, dashboard, server_with_dashboard
+from .conftest import mock_service
 
 pytestmark = [pytest.mark.ui, pytest.mark.slow, pytest.mark.timeout(600)]
 PAGES = [kind.path for kind, _ in Dashboard(None).pages]
@@ -76,3 +78,23 @@ def test_pictures(recorded, chromium, theme, width):
         assert body <= window, f"{name} scrolls sideways"
     assert tab.troubles == []
     tab.close()
+
+
+def test_the_picture_of_the_readme(chromium):
+    """Real load; a burst violates the SLO. docs/dashboard.png is a copy of what comes out."""
+    limits = ("--slo-ttft", "250ms", "--slo-tpot", "100ms", "--window", "5")
+    with mock_service(prefill=2, decode=2) as service:
+        with dashboard("--scheduler", service.client.scheduler.address, *limits) as address:
+            tab = Tab(chromium, "light", 1400, 1010).open(address, "live")
+            for second in range(150):
+                number = 240 if 70 <= second < 85 else 6 + second % 5
+                params = SamplingParams(max_tokens=24)
+                futures = service.map(["some words of a prompt"] * number, params)
+                tab.page.wait_for_timeout(900)
+                service.client.gather(futures)
+            limit, over = tab.column("ttft_limit"), tab.column("ttft_over")
+            assert any(a > b for a, b in zip(over, limit, strict=True))
+            PICTURES.mkdir(parents=True, exist_ok=True)
+            tab.page.screenshot(path=PICTURES / "readme.png")
+            tab.close()
+    assert (PICTURES / "readme.png").stat().st_size < 250_000

@@ -27,7 +27,7 @@ _COLUMNS = (
     Column("kv", "KV %", "share", 110),
     Column("tokens", "Tokens/s", "number"),
     Column("address", "Address"),
-    Column("error", "Note"),
+    Column("error", "Note", least_px=120),
 )
 
 

@@ -18,7 +18,7 @@ _COLUMNS = (
     Column("row", "Row", "number"),
     Column("custom_id", "custom_id"),
     Column("code", "Code"),
-    Column("message", "Reason"),
+    Column("message", "Reason", least_px=340),
 )
 _STATES = {"running": "running", "done": "done", "stopped": "not heard of; run it again to go on"}
 

@@ -35,7 +35,7 @@ _COLUMNS = (
     Column("measured", "Measured", "number"),
     Column("took", "Took", "number"),
     Column("status", "Status"),
-    Column("reason", "Reason"),
+    Column("reason", "Reason", least_px=340),
 )
 _MOST_POINTS = 900
 _NONE = (

@@ -20,12 +20,15 @@ class Column:
     ----------
     kind
         ``text``, ``number`` (right-aligned) or ``share`` (a bar, 0..100).
+    least_px
+        The last column gets what the others leave; in a narrow window that must not be nothing.
     """
 
     name: str
     title: str
     kind: str = "text"
     width: int | None = None
+    least_px: int | None = None
 
 
 def new_table(theme: Theme, columns: Sequence[Column], **given: Any) -> pn.widgets.Tabulator:
@@ -49,6 +52,9 @@ def new_table(theme: Theme, columns: Sequence[Column], **given: Any) -> pn.widge
         header_align={c.name: "right" for c in columns if c.kind == "number"},
         formatters=formatters,
         widths={c.name: c.width for c in columns if c.width},
+        configuration={
+            "columns": [{"field": c.name, "minWidth": c.least_px} for c in columns if c.least_px]
+        },
         show_index=False,
         disabled=True,
         layout="fit_data_stretch",

@@ -138,7 +138,7 @@ def _free_port(host: str) -> int:
 
 
 _STATUS_CSS = """
-p {{ margin: 0; padding: 8px 14px; border-radius: 8px; border: 1px solid {theme.bad};
+p {{ margin: 14px 0 0; padding: 8px 14px; border-radius: 8px; border: 1px solid {theme.bad};
      color: {theme.text}; }}
 """
 

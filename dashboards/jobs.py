@@ -14,11 +14,11 @@ from daskserve.dashboards.theme import Theme, escape, number_text, percent_text,
 from daskserve.observe import JobProgress
 
 _COLUMNS = (
-    Column("job", "Job"),
     Column("row", "Row", "number"),
-    Column("custom_id", "custom_id"),
     Column("code", "Code"),
-    Column("message", "Reason", least_px=340),
+    Column("message", "Reason"),
+    Column("custom_id", "custom_id"),
+    Column("job", "Job", least_px=160),
 )
 _STATES = {"running": "running", "done": "done", "stopped": "not heard of; run it again to go on"}
 

@@ -27,6 +27,7 @@ from daskserve.dashboards.theme import (
     Theme,
     add_glyph,
     add_legend,
+    buttons_css,
     dollars_text,
     local_ms,
     new_figure,
@@ -88,7 +89,11 @@ class LivePage(Page):
         self._kv = ColumnDataSource({"time": [], "width": [], "instance": [], "used": []})
         self._numbers = numbers_pane(theme)
         self._span = pn.widgets.RadioButtonGroup(
-            options=SPANS_S, value=300, margin=(0, 0, 4, 0), align="end"
+            options=SPANS_S,
+            value=300,
+            margin=(12, 0, 0, 0),
+            align="end",
+            stylesheets=[buttons_css(theme)],
         )
         self._span.param.watch(lambda event: self.soon(self._reload), "value")
         self._heatmap = self._new_heatmap()
@@ -141,7 +146,7 @@ class LivePage(Page):
 
     @property
     def _width_ms(self) -> float:
-        return 1000.0 * self._stride
+        return 1060.0 * self._stride  # no gaps between cells
 
     # Numbers.
 
@@ -170,7 +175,7 @@ class LivePage(Page):
             Number("Attainment", "", series(lambda s: s.attainment), percent_text,
                    no_slo or (f"target {target:.0%}" if target else ""), least=target),
             Number("Rate", "req/s", series(lambda s: s.arrived_per_s), number_text, rate + failed),
-            Number("Cost", "per million tokens",
+            Number("Cost", "per M tokens",
                    series(lambda s: s.cost_per_million_tokens(self._price)), dollars_text, price),
             Number("Output", "tokens/s", series(lambda s: s.output_tokens_per_s), number_text,
                    f"{number_text(newest.prompt_tokens_per_s)} prompt tokens/s" if newest else ""),
@@ -180,7 +185,7 @@ class LivePage(Page):
 
     def _new_latencies(self, metric: str) -> figure:
         chart = new_figure(self.theme, seconds_axis=True, x_axis_type="datetime")
-        chart.y_range.start = 0
+        chart.y_range.start, chart.y_range.range_padding = 0, 0.25
         source = self._rows
         add_legend(chart, self.theme)
         over = VArea(x="time", y1=f"{metric}_limit", y2=f"{metric}_over",

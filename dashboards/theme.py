@@ -135,6 +135,15 @@ def add_glyph(chart: figure, source: ColumnDataSource, glyph: Glyph, label: str 
         chart.legend[0].items.append(LegendItem(label=value(label), renderers=[renderer]))
 
 
+def buttons_css(theme: Theme) -> str:
+    """Of a row of buttons, one of which is pressed."""
+    return f"""
+    .bk-btn {{ background: {theme.card} !important; color: {theme.muted} !important;
+               border: 1px solid {theme.line} !important; box-shadow: none !important; }}
+    .bk-btn.bk-active {{ background: {theme.accent} !important; color: {theme.card} !important; }}
+    """
+
+
 def local_ms(at: float) -> float:
     """Seconds since 1970 as a time axis wants them: milliseconds, on this machine's wall clock."""
     return (at + time.localtime(at).tm_gmtoff) * 1000.0

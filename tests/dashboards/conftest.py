@@ -9,6 +9,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from distributed import Client, Scheduler, SpecCluster, Worker
 from daskserve import EngineConfig, Service
 from daskserve.core.instance import Role
 from daskserve.core.slo import SLO
+from daskserve.dashboards.question import Question
 from daskserve.observe import (
     FailedRow,
     InstanceSample,
@@ -26,6 +28,7 @@ from daskserve.observe import (
     Sample,
 )
 from daskserve.observe.observation import Recorder
+from daskserve.planner.plan_record import Curve, FrontPoint, PlanRecord, estimated
 from daskserve.replanning.decision import Action, Decision, Evidence, Kind, Prediction, Trigger
 from daskserve.replanning.split import Split
 
@@ -93,6 +96,20 @@ def decision(number: int, **changes) -> Decision:
     return Decision(number, at, **{**given, **changes})
 
 
+def simulated(question: Question) -> PlanRecord:
+    """As if: its ranking is estimated, curves and front are made up."""
+    first = estimated(question.request(), question.to_record())
+    rates = (10.0, 20.0, 30.0)
+    curves = (
+        Curve("Algorithm 1: x", rates, (1.0, 0.95, 0.5)),
+        Curve("colocated: y", rates, (1.0, 0.9, 0.2)),
+    )
+    front = tuple(FrontPoint("colocated", rate, int(rate / 10), 1.8, "1C") for rate in rates)
+    return replace(
+        first, status="found", explanation=("because",), curves=curves, front=front
+    )  # fmt: skip
+
+
 def write(path: Path, *observations: Observation) -> Path:
     recorder = Recorder(path)
     for one in observations:
@@ -131,7 +148,8 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     ]
     rows = [Observation(sample_at(second, model=HOSTILE)) for second in range(400)]
     told = tuple(look.to_json() for look in looks)
-    last = Observation(sample_at(400, model=HOSTILE), (hostile_job(),), told)
+    plan = simulated(Question()).to_record()
+    last = Observation(sample_at(400, model=HOSTILE), (hostile_job(),), told, plan)
     path = write(tmp_path_factory.mktemp("recorded") / "day.jsonl", *rows, last)
     with dashboard(path) as address:
         yield address

@@ -125,6 +125,7 @@ class PlanPage(Page):
         theme = self.theme
         chart = new_figure(theme, height=300, x_axis_label="requests/s", y_axis_label="GPUs")
         chart.y_range.start, chart.y_range.range_padding = 0, 0.3
+        chart.yaxis.ticker.min_interval = 1
         chart.line("rate", "gpus", source=self._best, line_color=theme.muted,
                    line_dash="dotted", legend_label="fewest")  # fmt: skip
         tips = [("rate", "@rate{0.0}/s"), ("", "@instances"), ("$/h", "@price{0.00}")]

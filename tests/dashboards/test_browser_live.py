@@ -82,13 +82,13 @@ def test_pictures(recorded, chromium, theme, width):
 
 def test_the_picture_of_the_readme(chromium):
     """Real load; a burst violates the SLO. docs/dashboard.png is a copy of what comes out."""
-    limits = ("--slo-ttft", "250ms", "--slo-tpot", "100ms", "--window", "5")
+    limits = ("--slo-ttft", "150ms", "--slo-tpot", "50ms", "--window", "5")
     with mock_service(prefill=2, decode=2) as service:
         with dashboard("--scheduler", service.client.scheduler.address, *limits) as address:
-            tab = Tab(chromium, "light", 1400, 1010).open(address, "live")
-            for second in range(150):
-                number = 240 if 70 <= second < 85 else 6 + second % 5
-                params = SamplingParams(max_tokens=24)
+            tab = Tab(chromium, "light", 1400, 1070).open(address, "live")
+            for second in range(90):
+                number = 80 if 45 <= second < 55 else 6 + second % 5
+                params = SamplingParams(max_tokens=16)
                 futures = service.map(["some words of a prompt"] * number, params)
                 tab.page.wait_for_timeout(900)
                 service.client.gather(futures)

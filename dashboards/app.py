@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import socket
 from collections.abc import Callable
 from contextlib import contextmanager
@@ -84,7 +85,7 @@ class Dashboard:
         """A running server; its port is ``server.port`` (ConfigError)."""
         pn.extension("tabulator")
         options = self.options
-        apps = {kind.path: self._app(make) for kind, make in self.pages}
+        apps = {kind.path: self._app(kind, make) for kind, make in self.pages}
         apps["/"] = apps[LivePage.path]
         try:
             port = options.port or _free_port(options.host)
@@ -102,16 +103,21 @@ class Dashboard:
         except OSError as error:
             where = f"{options.host}:{options.port}"
             raise ConfigError(f"cannot listen on {where}: {error.strerror or error}") from None
+        gc.collect()
+        gc.freeze()  # modules stay anyway: no collection need look through them
         server.start()
         return server
 
-    def _app(self, make: Callable[[Theme], Page]) -> Callable[[], pn.viewable.Viewable]:
-        links = [(kind.path, kind.title) for kind, _ in self.pages]
+    def _app(
+        self, kind: type[Page], make: Callable[[Theme], Page]
+    ) -> Callable[[], pn.viewable.Viewable]:
+        links = [(one.path, one.title) for one, _ in self.pages]
 
         def app() -> Any:
             # Panel sets it only when it writes the HTML: what changes before would be looked for
             # on the internet.
             pn.state.curdoc.template_variables["dist_url"] = LOCAL_DIST
+            pn.extension(*kind.extensions)  # of this session: no scripts of other pages
             theme = THEMES.get(pn.state.cookies.get(COOKIE, ""), THEMES["light"])
             page = make(theme)
             status = html_pane(theme, _STATUS_CSS.format(theme=theme))
@@ -132,7 +138,7 @@ def _free_port(host: str) -> int:
 
 
 _STATUS_CSS = """
-p {{ margin: 0; padding: 8px 14px; border-radius: 8px; border: 1px solid {theme.bad};
+p {{ margin: 14px 0 0; padding: 8px 14px; border-radius: 8px; border: 1px solid {theme.bad};
      color: {theme.text}; }}
 """
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import panel as pn
+from bokeh.document import Document
 
 from daskserve.dashboards.page import Html, Page
 from daskserve.dashboards.theme import FONT, Theme
@@ -25,8 +27,8 @@ _TEMPLATE = """
   <span class="source" title="{{ source | e }}">{{ source | e }}</span>
   <button id="theme" type="button" aria-label="Light or dark colours">{{ other_theme }}</button>
 </header>
+<div class="status">{{ embed(roots.status) }}</div>
 <main>
-  <div class="status">{{ embed(roots.status) }}</div>
   {% for card in cards %}
   <section class="{{ card.width }}" id="{{ card.slug }}">
     {% if card.title %}
@@ -48,6 +50,15 @@ document.getElementById("theme").onclick = () => {
 COOKIE = "daskserve_theme"
 
 
+class _Frame(pn.Template):
+    """Adds all cards in one go: else each one has every model of the page looked through anew."""
+
+    def server_doc(self, doc: Document | None = None, *given: Any, **more: Any) -> Document:
+        document = doc or pn.state.curdoc
+        with document.models.freeze():
+            return super().server_doc(document, *given, **more)
+
+
 def framed(page: Page, status: Html, links: Sequence[tuple[str, str]]) -> pn.Template:
     """The page as a whole document.
 
@@ -59,7 +70,7 @@ def framed(page: Page, status: Html, links: Sequence[tuple[str, str]]) -> pn.Tem
         Path and name of every page.
     """
     theme = page.theme
-    template = pn.Template(_TEMPLATE)
+    template = _Frame(_TEMPLATE)
     for name, value in (
         ("page_title", page.title),
         ("links", list(links)),
@@ -86,6 +97,7 @@ def _css(theme: Theme) -> str:
     return f"""
     :root {{
       color-scheme: {scheme};
+      --bokeh-base-font: {FONT};
       --panel-primary-color: {theme.accent};
       --panel-background-color: {theme.card};
       --panel-on-background-color: {theme.text};
@@ -123,13 +135,14 @@ def _css(theme: Theme) -> str:
       display: grid; grid-template-columns: repeat(2, minmax(0, 1fr)); gap: 14px;
       padding: 14px 20px 30px; max-width: 1800px; margin: 0 auto;
     }}
-    section, .status {{ min-width: 0; }}
+    .status {{ max-width: 1760px; margin: 0 auto; padding: 0 20px; }}
     section {{
+      min-width: 0;
       background: {theme.card}; border: 1px solid {theme.line}; border-radius: 10px;
       padding: 12px 14px;
     }}
     section.bare {{ background: none; border: none; padding: 0; }}
-    .full, .bare, .status {{ grid-column: 1 / -1; }}
+    .full, .bare {{ grid-column: 1 / -1; }}
     h2 {{ font-size: 15px; font-weight: 600; margin: 0 0 8px; }}
     h2 small {{ color: {theme.muted}; font-weight: 400; font-size: 13px; margin-left: 10px; }}
     @media (max-width: 1000px) {{

@@ -17,17 +17,17 @@ _COLUMNS = (
     Column("name", "Instance"),
     Column("role", "Role"),
     Column("state", "State"),
+    Column("kv", "KV %", "share", 110),
+    Column("queue", "Queue", "number"),
+    Column("running", "Running", "number"),
+    Column("tokens", "Tokens/s", "number"),
+    Column("holding", "Holding KV", "number"),
     Column("tp", "TP", "number"),
     Column("pp", "PP", "number"),
     Column("host", "Host"),
     Column("gpu", "GPU"),
-    Column("queue", "Queue", "number"),
-    Column("running", "Running", "number"),
-    Column("holding", "Holding KV", "number"),
-    Column("kv", "KV %", "share", 110),
-    Column("tokens", "Tokens/s", "number"),
     Column("address", "Address"),
-    Column("error", "Note"),
+    Column("error", "Note", least_px=120),
 )
 
 
@@ -54,6 +54,7 @@ class InstancesPage(Page):
     """One row per instance."""
 
     title, path = "Instances", "instances"
+    extensions = ("tabulator",)
 
     def __init__(self, feed: Feed, theme: Theme, **params: Any) -> None:
         super().__init__(feed, theme, **params)

@@ -14,11 +14,11 @@ from daskserve.dashboards.theme import Theme, escape, number_text, percent_text,
 from daskserve.observe import JobProgress
 
 _COLUMNS = (
-    Column("job", "Job"),
     Column("row", "Row", "number"),
-    Column("custom_id", "custom_id"),
     Column("code", "Code"),
     Column("message", "Reason"),
+    Column("custom_id", "custom_id"),
+    Column("job", "Job", least_px=160),
 )
 _STATES = {"running": "running", "done": "done", "stopped": "not heard of; run it again to go on"}
 
@@ -27,6 +27,7 @@ class JobsPage(Page):
     """Progress of every job, the latest first, and the failed rows of all of them."""
 
     title, path = "Jobs", "jobs"
+    extensions = ("tabulator",)
 
     def __init__(self, feed: Feed, theme: Theme, **params: Any) -> None:
         super().__init__(feed, theme, **params)

@@ -9,8 +9,12 @@ from bokeh.models import (
     BasicTicker,
     ColorBar,
     ColumnDataSource,
+    Line,
     LinearColorMapper,
     NumeralTickFormatter,
+    Rect,
+    Stack,
+    VArea,
 )
 from bokeh.plotting import figure
 
@@ -21,13 +25,15 @@ from daskserve.dashboards.numbers import Number, numbers_html, numbers_pane
 from daskserve.dashboards.page import Card, Page
 from daskserve.dashboards.theme import (
     Theme,
+    add_glyph,
+    add_legend,
+    buttons_css,
     dollars_text,
     local_ms,
     new_figure,
     number_text,
     percent_text,
     seconds_text,
-    style_legend,
 )
 from daskserve.observe import Sample
 
@@ -83,7 +89,11 @@ class LivePage(Page):
         self._kv = ColumnDataSource({"time": [], "width": [], "instance": [], "used": []})
         self._numbers = numbers_pane(theme)
         self._span = pn.widgets.RadioButtonGroup(
-            options=SPANS_S, value=300, margin=(0, 0, 4, 0), align="end"
+            options=SPANS_S,
+            value=300,
+            margin=(12, 0, 0, 0),
+            align="end",
+            stylesheets=[buttons_css(theme)],
         )
         self._span.param.watch(lambda event: self.soon(self._reload), "value")
         self._heatmap = self._new_heatmap()
@@ -136,7 +146,7 @@ class LivePage(Page):
 
     @property
     def _width_ms(self) -> float:
-        return 1000.0 * self._stride
+        return 1060.0 * self._stride  # no gaps between cells
 
     # Numbers.
 
@@ -165,7 +175,7 @@ class LivePage(Page):
             Number("Attainment", "", series(lambda s: s.attainment), percent_text,
                    no_slo or (f"target {target:.0%}" if target else ""), least=target),
             Number("Rate", "req/s", series(lambda s: s.arrived_per_s), number_text, rate + failed),
-            Number("Cost", "per million tokens",
+            Number("Cost", "per M tokens",
                    series(lambda s: s.cost_per_million_tokens(self._price)), dollars_text, price),
             Number("Output", "tokens/s", series(lambda s: s.output_tokens_per_s), number_text,
                    f"{number_text(newest.prompt_tokens_per_s)} prompt tokens/s" if newest else ""),
@@ -175,46 +185,51 @@ class LivePage(Page):
 
     def _new_latencies(self, metric: str) -> figure:
         chart = new_figure(self.theme, seconds_axis=True, x_axis_type="datetime")
-        chart.y_range.start = 0
+        chart.y_range.start, chart.y_range.range_padding = 0, 0.25
         source = self._rows
-        chart.varea("time", f"{metric}_limit", f"{metric}_over", source=source,
-                    fill_color=self.theme.bad, fill_alpha=0.25)  # fmt: skip
+        add_legend(chart, self.theme)
+        over = VArea(x="time", y1=f"{metric}_limit", y2=f"{metric}_over",
+                     fill_color=self.theme.bad, fill_alpha=0.25)  # fmt: skip
+        add_glyph(chart, source, over)
         for name, width in (("p99", 1.2), ("p90", 2.2), ("p50", 1.6)):
             colour = getattr(self.theme, name)
-            chart.line("time", f"{metric}_{name}", source=source, line_color=colour,
-                       line_width=width, legend_label=name)  # fmt: skip
-        chart.line("time", f"{metric}_limit", source=source, line_color=self.theme.bad,
-                   line_dash="dashed", line_width=1.4, legend_label="SLO")  # fmt: skip
-        style_legend(chart, self.theme)
+            line = Line(x="time", y=f"{metric}_{name}", line_color=colour, line_width=width)
+            add_glyph(chart, source, line, name)
+        limit = Line(x="time", y=f"{metric}_limit", line_color=self.theme.bad,
+                     line_dash="dashed", line_width=1.4)  # fmt: skip
+        add_glyph(chart, source, limit, "SLO")
         return chart
 
     def _new_queues(self) -> figure:
         chart = new_figure(self.theme, x_axis_type="datetime")
         chart.y_range.start = 0
         chart.yaxis.formatter = NumeralTickFormatter(format="0,0.[0]a")
+        add_legend(chart, self.theme)
         for stage in _STAGES:
-            chart.line("time", f"wait_{stage}", source=self._rows, line_width=2,
-                       line_color=getattr(self.theme, stage),
-                       legend_label=_STAGE_NAMES[stage])  # fmt: skip
-        style_legend(chart, self.theme)
+            colour = getattr(self.theme, stage)
+            line = Line(x="time", y=f"wait_{stage}", line_color=colour, line_width=2)
+            add_glyph(chart, self._rows, line, _STAGE_NAMES[stage])
         return chart
 
     def _new_strip(self) -> figure:
         chart = new_figure(self.theme, height=130, x_axis_type="datetime")
         chart.y_range.start = 0
         chart.yaxis.ticker.min_interval = 1
-        colours = [self.theme.of_role(role) for role in _ROLES]
-        labels = [role.lower() for role in _ROLES]
-        chart.varea_stack(list(_ROLES), x="time", source=self._rows, color=colours,
-                          fill_alpha=0.8, legend_label=labels)  # fmt: skip
-        style_legend(chart, self.theme)
+        add_legend(chart, self.theme)
+        for i, role in enumerate(_ROLES):
+            below, above = Stack(fields=_ROLES[:i]), Stack(fields=_ROLES[: i + 1])
+            area = VArea(x="time", y1={"expr": below}, y2={"expr": above},
+                         fill_color=self.theme.of_role(role), fill_alpha=0.8)  # fmt: skip
+            add_glyph(chart, self._rows, area, role.lower())
         return chart
 
     def _new_heatmap(self) -> figure:
         chart = new_figure(self.theme, x_axis_type="datetime", y_range=["-"])
         mapper = LinearColorMapper(palette=self.theme.ramp, low=0.0, high=1.0)
-        chart.rect("time", "instance", "width", 0.92, source=self._kv, line_color=None,
-                   fill_color={"field": "used", "transform": mapper})  # fmt: skip
+        share = {"field": "used", "transform": mapper}
+        cell = Rect(x="time", y="instance", width="width", height=0.92, line_color=None,
+                    fill_color=share)  # fmt: skip
+        add_glyph(chart, self._kv, cell)
         chart.ygrid.grid_line_color = None
         bar = ColorBar(
             color_mapper=mapper,

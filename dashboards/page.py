@@ -49,6 +49,8 @@ class Page(pn.viewable.Viewer):
 
     title = ""
     path = ""
+    extensions: tuple[str, ...] = ()
+    """Of Panel, whose scripts the browser loads for this page; ``tabulator`` for tables."""
 
     def __init__(self, feed: Feed, theme: Theme, **params: Any) -> None:
         super().__init__(**params)
@@ -96,7 +98,7 @@ def empty_text(text: str) -> str:
 
 
 class Html(pn.viewable.Viewer):
-    """A box of HTML whose updates send the text and nothing else.
+    """A box of HTML whose updates send the text and nothing else; an empty one takes no room.
 
     Panel's own pane sends its style sheets along, with addresses on the internet.
 
@@ -109,8 +111,9 @@ class Html(pn.viewable.Viewer):
     def __init__(self, text: str, style: str, **params: Any) -> None:
         super().__init__(**params)
         self._div = Div(
-            text=text, stylesheets=[style], disable_math=True, sizing_mode="stretch_width", margin=0
-        )
+            text=text, stylesheets=[style], disable_math=True, sizing_mode="stretch_width",
+            margin=0, visible=bool(text),
+        )  # fmt: skip
 
     @property
     def object(self) -> str:
@@ -121,6 +124,8 @@ class Html(pn.viewable.Viewer):
     @object.setter
     def object(self, text: str) -> None:
         self._div.text = text
+        if self._div.visible != bool(text):
+            self._div.visible = bool(text)
 
     def __panel__(self) -> pn.viewable.Viewable:
         return pn.pane.Bokeh(self._div, sizing_mode="stretch_width", margin=0)
@@ -130,7 +135,7 @@ def html_pane(theme: Theme, css: str = "", text: str = "") -> Html:
     """HTML that we write ourselves, in the session's colours."""
     style = f"""
     :host {{ color: {theme.text}; font-size: 14px; font-family: {FONT}; }}
-    .bk-clearfix {{ width: 100%; }}
+    .bk-clearfix {{ width: 100%; font-family: {FONT}; }}
     .empty {{ color: {theme.muted}; margin: 18px 2px; max-width: 70ch; line-height: 1.5; }}
     .muted {{ color: {theme.muted}; }}
     .good {{ color: {theme.good}; }} .bad {{ color: {theme.bad}; }}

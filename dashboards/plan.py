@@ -26,7 +26,7 @@ from daskserve.planner.plan_record import FrontPoint, PlanRecord, lightest
 
 _NONE = (
     "No plan has been made yet. Ask for one on the What-if page: the refined answer appears here"
-    " with its curves."
+    " with its curves. daskserve dashboard --plan FILE shows what daskserve plan --report wrote."
 )
 
 
@@ -125,6 +125,7 @@ class PlanPage(Page):
         theme = self.theme
         chart = new_figure(theme, height=300, x_axis_label="requests/s", y_axis_label="GPUs")
         chart.y_range.start, chart.y_range.range_padding = 0, 0.3
+        chart.yaxis.ticker.min_interval = 1
         chart.line("rate", "gpus", source=self._best, line_color=theme.muted,
                    line_dash="dotted", legend_label="fewest")  # fmt: skip
         tips = [("rate", "@rate{0.0}/s"), ("", "@instances"), ("$/h", "@price{0.00}")]
@@ -174,6 +175,8 @@ def _head_html(plan: PlanRecord) -> str:
 def question_text(question: dict[str, Any]) -> str:
     """What was asked, in one line."""
     q = question
+    if "cluster" in q:  # from the command line, already in words
+        return f"{q['model']} on {q['cluster']}, {q['workload']}, {q['slo']}"
     return (
         f"{q['model']} on {q['num_nodes']} × {q['gpus_per_node']} {q['gpu']} at"
         f" {q['network_gbps']:g} Gbit/s, {q['rate']:g} req/s of {q['prompt_tokens']} prompt and"

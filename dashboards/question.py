@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 from daskserve.core.slo import SLO
+from daskserve.planner.estimate import sized_evaluator
 from daskserve.planner.hardware import Cluster
 from daskserve.planner.model_spec import ModelSpec
+from daskserve.planner.plan_record import PlanRecord, estimated
 from daskserve.planner.plan_request import PlanRequest
+from daskserve.planner.search.sized import SizedEvaluator
 from daskserve.planner.workload import Workload
 
 SEEDS = (0, 1)
@@ -68,3 +72,19 @@ class Question:
         if self.output_tokens == 1:
             idle["tpot_s"] = "a single output token has no time per output token"
         return idle
+
+
+@lru_cache(maxsize=256)
+def estimate_of(question: Question) -> PlanRecord:
+    """The answer by formula, at once (DaskserveError when the planner cannot be asked)."""
+    return estimated(question.request(), question.to_record(), _formulas(_plain(question)))
+
+
+def _plain(question: Question) -> Question:
+    """Without what formulas for one instance do not depend on: a slider moves one thing only."""
+    return replace(question, rate=1.0, price=1.0)
+
+
+@lru_cache(maxsize=16)
+def _formulas(question: Question) -> SizedEvaluator:
+    return sized_evaluator(question.request())

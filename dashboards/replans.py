@@ -29,13 +29,13 @@ from daskserve.replanning.decision import Decision, Prediction
 
 _COLUMNS = (
     Column("when", "When"),
-    Column("trigger", "Trigger"),
+    Column("trigger", "Trigger", hides=2),
     Column("change", "Change"),
-    Column("predicted", "Predicted", "number"),
-    Column("measured", "Measured", "number"),
-    Column("took", "Took", "number"),
+    Column("predicted", "Predicted", "number", hides=1),
+    Column("measured", "Measured", "number", hides=3),
+    Column("took", "Took", "number", hides=4),
     Column("status", "Status"),
-    Column("reason", "Reason"),
+    Column("reason", "Reason", least_px=240),
 )
 _MOST_POINTS = 900
 _NONE = (
@@ -48,6 +48,7 @@ class ReplansPage(Page):
     """A timeline, a table, and the evidence of the row that is clicked."""
 
     title, path = "Replans", "replans"
+    extensions = ("tabulator",)
 
     def __init__(self, feed: Feed, theme: Theme, **params: Any) -> None:
         super().__init__(feed, theme, **params)

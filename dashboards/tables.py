@@ -20,12 +20,18 @@ class Column:
     ----------
     kind
         ``text``, ``number`` (right-aligned) or ``share`` (a bar, 0..100).
+    least_px
+        The last column gets what the others leave; in a narrow window that must not be nothing.
+    hides
+        In a narrow window the columns with the highest number go first; 0 stays.
     """
 
     name: str
     title: str
     kind: str = "text"
     width: int | None = None
+    least_px: int | None = None
+    hides: int = 0
 
 
 def new_table(theme: Theme, columns: Sequence[Column], **given: Any) -> pn.widgets.Tabulator:
@@ -38,7 +44,7 @@ def new_table(theme: Theme, columns: Sequence[Column], **given: Any) -> pn.widge
                 "type": "progress",
                 "min": 0,
                 "max": 100,
-                "color": [theme.decode, theme.prefill, theme.bad],
+                "color": [theme.decode] * 6 + [theme.prefill, theme.bad],  # as the heatmap's
                 "legend": True,
                 "legendColor": theme.text,
             }
@@ -49,6 +55,7 @@ def new_table(theme: Theme, columns: Sequence[Column], **given: Any) -> pn.widge
         header_align={c.name: "right" for c in columns if c.kind == "number"},
         formatters=formatters,
         widths={c.name: c.width for c in columns if c.width},
+        configuration=_configuration(columns),
         show_index=False,
         disabled=True,
         layout="fit_data_stretch",
@@ -58,6 +65,15 @@ def new_table(theme: Theme, columns: Sequence[Column], **given: Any) -> pn.widge
         stylesheets=[_css(theme)],
         **given,
     )
+
+
+def _configuration(columns: Sequence[Column]) -> dict[str, Any]:
+    given: list[dict[str, Any]] = []
+    for column in columns:
+        least = {"minWidth": column.least_px} if column.least_px else {}
+        given.append({"field": column.name, "responsive": column.hides, **least})
+    hide = {"responsiveLayout": "hide"} if any(column.hides for column in columns) else {}
+    return {"columns": given, **hide}
 
 
 def show_rows(table: pn.widgets.Tabulator, rows: pd.DataFrame) -> None:

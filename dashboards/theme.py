@@ -8,7 +8,15 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from bokeh.models import CustomJSTickFormatter, DatetimeTickFormatter
+from bokeh.core.properties import value
+from bokeh.models import (
+    ColumnDataSource,
+    CustomJSTickFormatter,
+    DatetimeTickFormatter,
+    Glyph,
+    Legend,
+    LegendItem,
+)
 from bokeh.plotting import figure
 
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'DejaVu Sans', sans-serif"
@@ -97,22 +105,43 @@ def new_figure(theme: Theme, height: int = 240, seconds_axis: bool = False, **gi
     return chart
 
 
-def style_legend(chart: figure, theme: Theme, location: str = "above") -> None:
+_LEGEND = {
+    "orientation": "horizontal", "border_line_color": None, "background_fill_alpha": 0,
+    "label_text_font": FONT, "label_text_font_size": "12px", "padding": 0, "margin": 0,
+    "spacing": 14, "label_standoff": 5, "glyph_width": 18, "glyph_height": 14,
+    "click_policy": "hide",
+}  # fmt: skip
+
+
+def style_legend(chart: figure, theme: Theme) -> None:
     """One row above the chart, so that it covers nothing."""
     for legend in chart.legend:
-        chart.add_layout(legend, location)
-        legend.orientation = "horizontal"
-        legend.border_line_color = None
-        legend.background_fill_alpha = 0
-        legend.label_text_color = theme.text
-        legend.label_text_font = FONT
-        legend.label_text_font_size = "12px"
-        legend.padding = legend.margin = 0
-        legend.spacing = 14
-        legend.label_standoff = 5
-        legend.glyph_width = 18
-        legend.glyph_height = 14
-        legend.click_policy = "hide"
+        chart.add_layout(legend, "above")
+        legend.update(**_LEGEND, label_text_color=theme.text)
+
+
+def add_legend(chart: figure, theme: Theme) -> None:
+    """An empty one, for `add_glyph`."""
+    chart.add_layout(Legend(**_LEGEND, label_text_color=theme.text), "above")
+
+
+def add_glyph(chart: figure, source: ColumnDataSource, glyph: Glyph, label: str = "") -> None:
+    """As ``chart.line`` and the like, but without three more glyphs for what is selected.
+
+    Nothing can be selected on a page that has many charts, and every model takes its time.
+    """
+    renderer = chart.add_glyph(source, glyph)
+    if label:
+        chart.legend[0].items.append(LegendItem(label=value(label), renderers=[renderer]))
+
+
+def buttons_css(theme: Theme) -> str:
+    """Of a row of buttons, one of which is pressed."""
+    return f"""
+    .bk-btn {{ background: {theme.card} !important; color: {theme.muted} !important;
+               border: 1px solid {theme.line} !important; box-shadow: none !important; }}
+    .bk-btn.bk-active {{ background: {theme.accent} !important; color: {theme.card} !important; }}
+    """
 
 
 def local_ms(at: float) -> float:

@@ -10,14 +10,14 @@ import panel as pn
 
 from daskserve.dashboards.feed import Feed
 from daskserve.dashboards.page import Card, Page, empty_text, html_pane
-from daskserve.dashboards.question import Question
+from daskserve.dashboards.question import Question, estimate_of
 from daskserve.dashboards.refining import Progress, Refiner
 from daskserve.dashboards.theme import Theme, dollars_text, escape, number_text
 from daskserve.dashboards.ways import ways_css, ways_html
 from daskserve.errors import DaskserveError
 from daskserve.planner.hardware import GPUS
 from daskserve.planner.model_presets import MODEL_CONFIGS
-from daskserve.planner.plan_record import PlanRecord, estimated
+from daskserve.planner.plan_record import PlanRecord
 
 _REFINE_AFTER_S = 0.6
 """Simulations begin when nothing was changed for so long."""
@@ -90,7 +90,7 @@ class WhatIfPage(Page):
         self._refiner.drop(self)
         started_at = time.perf_counter()
         try:
-            first = estimated(question.request(), question.to_record())
+            first = estimate_of(question)
         except DaskserveError as error:
             self._state.object = _state_html("cannot", "cannot be planned", str(error))
             self._answer.object = ""

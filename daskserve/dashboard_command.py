@@ -38,6 +38,9 @@ if TYPE_CHECKING:
     metavar="HOST:PORT",
     help="Another address bar that browsers may show the pages under; may be repeated.",
 )
+@click.option(
+    "--plan", metavar="FILE", help="For the Plan page: what daskserve plan --report wrote."
+)
 @click.option("--record", metavar="FILE", help="Write down all that is seen, to look at it later.")
 @click.option(
     "--window",
@@ -64,6 +67,7 @@ def dashboard_command(recording: str | None, **given: Any) -> None:
       daskserve dashboard --scheduler tcp://127.0.0.1:8786
       daskserve dashboard --server http://127.0.0.1:8000 --record day.jsonl
       daskserve dashboard day.jsonl
+      daskserve dashboard --plan plan.json
       daskserve dashboard                 planning alone
 
     Only this machine can connect unless --host and --allow-origin say otherwise; there is no
@@ -76,6 +80,7 @@ def dashboard_command(recording: str | None, **given: Any) -> None:
     except ImportError as error:
         raise ConfigError(f"{error}; pip install 'daskserve[dashboard]'") from None
     from daskserve.observe.observation import Recorder
+    from daskserve.planner.plan_file import read_plan
 
     options = DashboardOptions(given["host"], given["port"], given["origins"], given["gpu_price"])
     source = _source(recording, given, slo_of(given))
@@ -88,7 +93,10 @@ def dashboard_command(recording: str | None, **given: Any) -> None:
         source.url = f"http://{host}:{server.port}/"
         click.echo(f"dashboard on {source.url}", err=True)
 
-    serve(Dashboard(Feed(source, recorder), options), started)
+    feed = Feed(source, recorder)
+    if given["plan"]:
+        feed.note_plan(read_plan(Path(given["plan"])))
+    serve(Dashboard(feed, options), started)
 
 
 def _source(recording: str | None, given: dict[str, Any], slo: SLO | None) -> Source:

@@ -21,46 +21,21 @@ def check_installed() -> None:
         raise ConfigError("--dashboard needs panel: pip install 'daskserve[dashboard]'")
 
 
-class DashboardProcess:
-    """Started once a service is open; ends with this process, whatever ends it.
-
-    Parameters
-    ----------
-    port
-        On loopback.
-    """
-
-    def __init__(self, port: int) -> None:
-        self._port = port
-        self._process: subprocess.Popen[bytes] | None = None
-
-    def start(self, service: Service) -> None:
-        client: Any = service.client
-        command = [sys.executable, "-m", "daskserve.cli", "dashboard", "--until-eof"]
-        place = ["--scheduler", client.scheduler.address, "--port", str(self._port)]
-        # It reads its standard input, which only we write to: it sees us go.
-        self._process = subprocess.Popen([*command, *place], stdin=subprocess.PIPE)
-
-    def stop(self) -> None:
-        if self._process is None:
-            return
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        try:
-            self._process.wait(_END_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-
-
 @contextmanager
-def dashboard_beside(port: int | None) -> Iterator[Any]:
-    """What `daskserve.server.run.run_server` takes as ``on_loaded``; no port, no dashboard."""
-    if port is None:
-        yield lambda service: None
-        return
-    process = DashboardProcess(port)
+def dashboard_beside(port: int, service: Service) -> Iterator[None]:
+    """A dashboard of a service that is open, on loopback; it ends with us, whatever ends us."""
+    client: Any = service.client
+    command = [sys.executable, "-m", "daskserve.cli", "dashboard", "--until-eof"]
+    place = ["--scheduler", client.scheduler.address, "--port", str(port)]
+    # It reads its standard input, which only we write to: it sees us go.
+    process = subprocess.Popen([*command, *place], stdin=subprocess.PIPE)
     try:
-        yield process.start
+        yield
     finally:
-        process.stop()
+        assert process.stdin is not None
+        process.stdin.close()
+        try:
+            process.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()

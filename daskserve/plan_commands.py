@@ -85,6 +85,12 @@ _MODEL_HELP = (
     metavar="FILE",
     help="Where to write the placement.",
 )
+@click.option(
+    "--report",
+    metavar="FILE",
+    help="Also write ranking, curves and costs as JSON: daskserve dashboard --plan FILE shows "
+    "them. Simulates the curves.",
+)
 def plan_command(**given: Any) -> None:
     """Find the placement that serves a workload within an SLO on the fewest GPUs.
 
@@ -101,7 +107,7 @@ def plan_command(**given: Any) -> None:
 
     \b
     Exit codes: 0 a placement was found, 3 infeasible (the best that can be reached is
-    printed and nothing is written), 1 wrong input or no data, 2 wrong usage.
+    printed and no placement is written), 1 wrong input or no data, 2 wrong usage.
     """
     from daskserve.planner.planning import plan, plan_highest_rate
 
@@ -113,6 +119,8 @@ def plan_command(**given: Any) -> None:
     if answer.status == "no_data":
         raise ConfigError(f"{answer.reason}; give --rate or a trace with arrival times")
     _print_plan(answer)
+    if given["report"]:
+        _write_report(answer, request, Path(given["report"]))
     if answer.status != "found":
         click.echo(f"infeasible: {answer.reason}", err=True)
         raise SystemExit(INFEASIBLE)
@@ -225,6 +233,13 @@ def _write_placement(answer: Plan, path: Path) -> None:
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror or error}") from error
     click.echo(f"placement written to {path}")
+
+
+def _write_report(answer: Plan, request: PlanRequest, path: Path) -> None:
+    from daskserve.planner.plan_file import report_of, write_plan
+
+    write_plan(report_of(answer, request), path)
+    click.echo(f"report written to {path}")
 
 
 @click.command("simulate", short_help="Tell what a placement would reach.")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -126,8 +127,10 @@ def serve_command(host: str, port: int, **given: Any) -> None:
     service = open_service(
         config, given, slo_of(given), asynchronous=True, flippable=replan is not None
     )
-    with dashboard_beside(given["dashboard_port"] if given["dashboard"] else None) as beside:
-        run_server(service, options, address, beside)
+    if given["dashboard"]:
+        run_server(service, options, address, partial(dashboard_beside, given["dashboard_port"]))
+    else:
+        run_server(service, options, address)
 
 
 def served_name(model: str) -> str:

@@ -117,9 +117,18 @@ class PlanRecord:
         return cls(**{**record, **parts})
 
 
-def estimated(request: PlanRequest, question: dict[str, Any]) -> PlanRecord:
-    """By formula alone; see `daskserve.planner.estimate`."""
-    sized = sized_evaluator(request)
+def estimated(
+    request: PlanRequest, question: dict[str, Any], sized: SizedEvaluator | None = None
+) -> PlanRecord:
+    """By formula alone; see `daskserve.planner.estimate`.
+
+    Parameters
+    ----------
+    sized
+        From `daskserve.planner.estimate.sized_evaluator`: what it knows of this request at other
+        rates or prices is not computed again.
+    """
+    sized = sized or sized_evaluator(request)
     sketches = estimate(request, sized)
     _, prompt, output = request.workload.arrays()
     tokens = float((prompt + output).mean()) * request.asked_rate * 3600

@@ -56,11 +56,14 @@ class Address:
         return self.host in LOOPBACK_NAMES
 
 
+Beside = Callable[[Service], contextlib.AbstractContextManager[object]]
+
+
 def run_server(
     service: Service,
     options: ServerOptions,
     address: Address,
-    on_loaded: Callable[[Service], None] = lambda service: None,
+    beside: Beside = contextlib.nullcontext,
 ) -> None:
     """Serve until SIGINT or SIGTERM; answers in flight are given a moment to end.
 
@@ -79,7 +82,7 @@ def run_server(
     host, port = listener.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
     print(f"listening on {scheme}://{shown}:{port}/v1, loading {options.model}", file=sys.stderr)
-    asyncio.run(serve(service, options, listener, address, on_loaded=on_loaded))
+    asyncio.run(serve(service, options, listener, address, beside=beside))
 
 
 async def serve(
@@ -88,7 +91,7 @@ async def serve(
     listener: socket.socket,
     address: Address = Address(),
     on_start: Callable[[uvicorn.Server], None] = lambda server: None,
-    on_loaded: Callable[[Service], None] = lambda service: None,
+    beside: Beside = contextlib.nullcontext,
 ) -> None:
     """Answer at once, with 503 until the model is loaded, until a signal or ``should_exit``.
 
@@ -100,6 +103,8 @@ async def serve(
         A listening socket.
     on_start
         Told the server, whose ``should_exit`` ends it.
+    beside
+        Entered once the model is loaded, and left before the service closes.
 
     Raises
     ------
@@ -117,10 +122,11 @@ async def serve(
             if serving.done() or opening.exception():
                 server.should_exit = True
                 opening.cancel()
+                await asyncio.wait({opening, serving})
             else:
                 print(f"{options.model} is loaded and served", file=sys.stderr)
-                on_loaded(service)
-            await asyncio.wait({opening, serving})
+                with beside(service):
+                    await asyncio.wait({opening, serving})
     finally:
         await frontend.close()
     for task in (opening, serving):

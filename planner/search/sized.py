@@ -37,7 +37,7 @@ class SizedEvaluator:
     demand: Demand
     reasons: dict[tuple[str, Parallelism], str] = field(default_factory=dict)
     _times: dict[tuple[str, Parallelism], StepTimes | None] = field(default_factory=dict)
-    _phases: dict[Instances, float] = field(default_factory=dict)
+    _rates: dict[tuple[Instances, int], float] = field(default_factory=dict)
 
     def step_times(self, gpu: str, parallelism: Parallelism) -> StepTimes | None:
         """None when the model cannot be split so, does not fit, or is not known there."""
@@ -75,16 +75,21 @@ class SizedEvaluator:
             step = self.step_times(group.gpu, group.parallelism)
             if step is None:
                 return 0.0
+            rate = self._group_rate(group, step, unit.chunk_tokens)
             if group.role is Role.COLOCATED:
-                rate = colocated_rate(step, group.count, self.demand, unit.chunk_tokens)
                 rates.append(rate * max(prefill_margin, decode_margin))
             else:
                 margin = prefill_margin if group.role is Role.PREFILL else decode_margin
-                rates.append(margin * self._phase_rate(group, step))
+                rates.append(margin * rate)
         return min(rates)
 
-    def _phase_rate(self, group: Instances, step: StepTimes) -> float:
-        if group not in self._phases:
-            formula = prefill_rate if group.role is Role.PREFILL else decode_rate
-            self._phases[group] = formula(step, group.count, self.demand)
-        return self._phases[group]
+    def _group_rate(self, group: Instances, step: StepTimes, chunk_tokens: int) -> float:
+        key = group, chunk_tokens
+        if key not in self._rates:
+            if group.role is Role.COLOCATED:
+                rate = colocated_rate(step, group.count, self.demand, chunk_tokens)
+            else:
+                formula = prefill_rate if group.role is Role.PREFILL else decode_rate
+                rate = formula(step, group.count, self.demand)
+            self._rates[key] = rate
+        return self._rates[key]

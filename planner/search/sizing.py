@@ -61,6 +61,20 @@ class Demand:
         return np.maximum(self.output - 1.0, 0.0)
 
     @cached_property
+    def mean_steps(self) -> float:
+        return float(self.steps.mean())
+
+    @cached_property
+    def ttft_s(self) -> np.ndarray:
+        """The limit of each request."""
+        return self.slo.ttft_s[self.slo_class]
+
+    @cached_property
+    def class_targets(self) -> tuple[np.ndarray, np.ndarray]:
+        """Requests and targets by class."""
+        return np.bincount(self.slo_class), self.slo.attainment
+
+    @cached_property
     def attainment(self) -> float:
         """The highest target of all classes."""
         return float(self.slo.attainment.max())
@@ -121,16 +135,17 @@ def _ttft_met(
     ``alone`` are the seconds of a request that waits for nobody, ``stage`` (sorted) the seconds
     that requests occupy a stage.
     """
-    in_pipeline = 1.0 + (step.num_stages - 1) * rate * float(stage.mean()) / num
+    in_pipeline = 1.0
+    if step.num_stages > 1:
+        in_pipeline += (step.num_stages - 1) * rate * float(stage.mean()) / num
     pace, second = _largest_of(stage, in_pipeline)
     load = rate * pace / num
     if load >= 1.0:
         return False
-    slack = demand.slo.ttft_s[demand.slo_class] - alone
-    met = _chance_met(slack, load, second / (2.0 * pace), num)
+    met = _chance_met(demand.ttft_s - alone, load, second / (2.0 * pace), num)
     # All wait in the same queues; each class has a target for its own requests.
-    counts = np.bincount(demand.slo_class)
-    return bool((np.bincount(demand.slo_class, met) / counts >= demand.slo.attainment).all())
+    counts, targets = demand.class_targets
+    return bool((np.bincount(demand.slo_class, met) / counts >= targets).all())
 
 
 def _chance_met(slack: np.ndarray, load: float, residual_s: float, num: int) -> np.ndarray:
@@ -157,7 +172,7 @@ def _largest_of(ordered: np.ndarray, count: float) -> tuple[float, float]:
 
 def decode_rate(step: StepTimes, num: int, demand: Demand) -> float:
     """Rate of ``num`` decode instances at the largest batch that memory and TPOT allow."""
-    steps = float(demand.steps.mean())
+    steps = demand.mean_steps
     if steps == 0:
         return math.inf
     batch, interval = largest_batch(step, demand)
@@ -197,9 +212,11 @@ def colocated_rate(step: StepTimes, num: int, demand: Demand, chunk_tokens: int 
         alone = np.array([step.latency_s(step.prefill_s(tokens)) for tokens in demand.prompt])
         stage = np.sort(_amortised_stage_s(step, demand.prompt))
 
+    mean_s = float(stage.mean())
+    pace_s = step.latency_s(step.prefill_s(float(chunk_tokens), 0.0)) if chunk_tokens else 0.0
+
     def holds(rate: float) -> bool:
-        share = rate / num * float(stage.mean())
-        pace_s = step.latency_s(step.prefill_s(float(chunk_tokens), 0.0)) if chunk_tokens else 0.0
+        share = rate / num * mean_s
         decoding = _decoding(step, demand, rate / num, share, pace_s)
         if decoding is None:
             return False
@@ -208,7 +225,7 @@ def colocated_rate(step: StepTimes, num: int, demand: Demand, chunk_tokens: int 
         waits = busy * pass_s / step.num_stages / 2.0
         return _ttft_met(step, num, demand, alone + waits, stage, rate)
 
-    return _highest(holds, min(most, num / max(float(stage.mean()), 1e-12)))
+    return _highest(holds, min(most, num / max(mean_s, 1e-12)))
 
 
 def _decoding(
@@ -221,7 +238,7 @@ def _decoding(
     """
     if share >= 1.0:
         return None
-    steps, context = float(demand.steps.mean()), demand.mean_context
+    steps, context = demand.mean_steps, demand.mean_context
     batch = 1
     for _ in range(20):  # the batch that arrives while a token is made, to a fixed point
         decode_s = step.latency_s(step.decode_s(batch, batch * context))

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,6 +19,7 @@ CHROMIUM = shutil.which("chromium")
 IDLE = "window.Bokeh && Bokeh.documents.length && Bokeh.documents[0].is_idle"
 _EMPTY_CHART = "could not set initial ranges"
 """What Bokeh says of a chart over time whose first second has not been seen."""
+_DASHBOARD = r"dashboard on (http://\S+)/"
 _ARGUMENTS = ["--no-sandbox", "--disable-dev-shm-usage"]
 
 
@@ -32,7 +35,7 @@ def dashboard(*arguments: str | Path) -> Iterator[str]:
         try:
             for line in process.stderr:
                 said.append(line)
-                if found := re.search(r"dashboard on (http://\S+)/", line):
+                if found := re.search(_DASHBOARD, line):
                     address = found[1]
                     break
             if address is not None:
@@ -42,6 +45,33 @@ def dashboard(*arguments: str | Path) -> Iterator[str]:
             process.wait(30)
             said += process.stderr
     assert address is not None and "Traceback" not in "".join(said), "".join(said)
+
+
+@contextmanager
+def server_with_dashboard(*arguments: str | Path) -> Iterator[tuple[str, str]]:
+    """Addresses of ``daskserve serve`` and of the dashboard that it starts."""
+    command = [sys.executable, "-m", "daskserve.cli", "serve", "--port", "0", "--dashboard"]
+    said: list[str] = []
+    with subprocess.Popen(
+        [*command, "--dashboard-port", "0", *map(str, arguments)], stderr=subprocess.PIPE, text=True
+    ) as process:
+        reader = threading.Thread(target=lambda: said.extend(process.stderr))
+        reader.start()
+
+        def address(pattern: str) -> str:
+            deadline = time.monotonic() + 100
+            while not (found := re.search(pattern, "".join(said))):
+                assert time.monotonic() < deadline and process.poll() is None, said
+                time.sleep(0.1)
+            return found[1]
+
+        try:
+            yield address(r"listening on (http://\S+)/v1"), address(_DASHBOARD)
+        finally:
+            process.send_signal(signal.SIGTERM)
+            process.wait(60)
+            reader.join(10)
+    assert process.returncode == 0 and "Traceback" not in "".join(said), "".join(said)
 
 
 @contextmanager

@@ -156,7 +156,7 @@ def test_no_page_looks_for_anything_on_the_internet(feed_of):
     for kind, make in dashboard.pages:
         document = Document()
         with set_curdoc(document):
-            page = dashboard._app(make)()
+            page = dashboard._app(kind, make)()
             page.server_doc(document)
             feed._take(Observation(sample_at(4, num_instances=5)))
         sheets = [s.url for r in document.roots for s in r.select({"type": ImportedStyleSheet})]

@@ -14,7 +14,11 @@ from daskserve.dashboards.refining import Progress, Refiner
 from daskserve.dashboards.sources import NoSource
 from daskserve.dashboards.theme import LIGHT
 from daskserve.dashboards.whatif import WhatIfPage
-from daskserve.planner.plan_record import Curve, FrontPoint, PlanRecord, estimated
+from daskserve.errors import ConfigError
+from daskserve.planner.plan_file import read_plan, write_plan
+from daskserve.planner.plan_record import PlanRecord
+
+from .conftest import simulated
 
 
 class Asked:
@@ -36,16 +40,6 @@ def page() -> WhatIfPage:
     page = WhatIfPage(Feed(NoSource()), LIGHT, Asked())
     yield page
     page.close()
-
-
-def simulated(question: Question) -> PlanRecord:
-    first = estimated(question.request(), question.to_record())
-    curve = Curve("Algorithm 1: x", (10.0, 20.0), (1.0, 0.5))
-    point = FrontPoint("colocated", 20.0, 2, 3.6, "2C")
-    return PlanRecord(
-        question.to_record(), "found", question.rate, 0.9, "", first.ways, ("because",), (curve,),
-        (point,),
-    )  # fmt: skip
 
 
 def test_a_change_is_estimated_at_once_and_labelled(page):
@@ -105,8 +99,18 @@ def test_the_plan_page_shows_the_last_plan():
     page.update()
     assert "because" in page._head.object and "✓" in page._ranking.object
     shares = {way: list(source.data["share"]) for way, source in page._curves.items()}
-    assert shares == {"prefill, decode apart": [1.0, 0.5], "colocated": []}
-    assert page._target.location == 0.9 and list(page._front["colocated"].data["gpus"]) == [2]
+    assert shares == {"prefill, decode apart": [1.0, 0.95, 0.5], "colocated": [1.0, 0.9, 0.2]}
+    assert page._target.location == 0.9 and list(page._front["colocated"].data["gpus"]) == [1, 2, 3]
+
+
+def test_a_plan_survives_its_file(tmp_path):
+    plan, path = simulated(Question()), tmp_path / "plan.json"
+    write_plan(plan, path)
+    assert read_plan(path) == plan
+    for text in ("{", "[]", '{"daskserve_plan": 2}', '{"daskserve_plan": 1}'):
+        path.write_text(text)
+        with pytest.raises(ConfigError, match=str(path)):
+            read_plan(path)
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ import yaml
 from click.testing import CliRunner
 
 from daskserve.cli import main
+from daskserve.planner.plan_file import read_plan
 
 LENGTHS = ["--prompt-tokens", "300", "--output-tokens", "40"]
 SLO = ["--ttft", "250ms", "--tpot", "0.05"]
@@ -18,8 +19,11 @@ def run(tmp_path, monkeypatch):
 
 
 def test_plan_writes_what_simulate_reads(run, tmp_path):
-    planned = run(*PLAN, *LENGTHS, *SLO, "--rate", "15")
+    planned = run(*PLAN, *LENGTHS, *SLO, "--rate", "15", "--report", "plan.json")
     assert planned.exit_code == 0, planned.output
+    report = read_plan(tmp_path / "plan.json")
+    assert "limited by" in report.chosen.binding and report.rate == 15
+    assert [len(curve.rates) for curve in report.curves] == [8, 8] and len(report.front) == 14
     assert "placement written to placement.yaml" in planned.output
     assert "Runner-up" in planned.output and "$/M tokens" in planned.output
     assert yaml.safe_load((tmp_path / "placement.yaml").read_text())["model"] == "llama-3.1-8b"

@@ -30,11 +30,16 @@ def test_instances_share_a_card_and_its_memory():
     assert config.device == "cuda" and config.gpu_memory_fraction == pytest.approx(0.4)
 
 
-def test_instances_of_several_ranks_stay_on_cpus():
-    shapes = [ONE, Parallelism(tp=1, pp=2)]
-    with pytest.raises(ConfigError, match="several ranks compute on CPUs only"):
-        on_device(EngineConfig(), "cuda", shapes)
-    assert on_device(EngineConfig(), "auto", shapes)[1] is None
+def test_the_ranks_of_an_instance_are_on_different_cards(monkeypatch):
+    monkeypatch.setattr(cards.metadata, "version", lambda name: "2.13.0")
+    monkeypatch.setattr(cards, "visible_cards", lambda: ["4", "5"])
+    shapes = [Parallelism(tp=2, pp=1), Parallelism(tp=1, pp=2)]
+    settled, found = on_device(EngineConfig(), "cuda", shapes, "tcp")
+    assert settled.device == "cuda" and found.of_rank == ("4", "5", "4", "5")
+    wide = [ONE, Parallelism(tp=2, pp=2)]
+    with pytest.raises(ConfigError, match="TP2xPP2 has 4 ranks, 2 GPUs are visible"):
+        on_device(EngineConfig(), "cuda", wide)
+    assert on_device(EngineConfig(), "auto", wide)[1] is None
 
 
 def test_a_worker_sees_its_card_alone():

@@ -105,6 +105,9 @@ def start_rank(
         if group.has_failed_rank:
             raise ModelError(str(error)) from error
         raise
+    except Exception as error:
+        group.fail(error)
+        raise
     return stage
 
 

@@ -97,9 +97,16 @@ def start_rank(
         transport=device.transport,
     )
     stage = _load(model, group, device.computing, config.gpu_memory_fraction)
+    _wait_for_all(stage, address, load_timeout_s)
+    return stage
+
+
+def _wait_for_all(stage: Stage, address: str, timeout_s: float) -> None:
+    """Until every rank has its weights; then they run their layers together for the first time."""
+    group = stage.group
     try:
         group.share(ADDRESS, address)
-        group.meet("loaded", load_timeout_s)
+        group.meet("loaded", timeout_s)
         stage.learn()
     except InstanceLost as error:
         if group.has_failed_rank:
@@ -108,7 +115,6 @@ def start_rank(
     except Exception as error:
         group.fail(error)
         raise
-    return stage
 
 
 def _device_of(config: EngineConfig, rank: int, store: dist.Store) -> RankDevice:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 
+import numpy as np
 import pytest
 import torch
 
@@ -12,12 +13,14 @@ from daskserve.core.instance import EngineConfig, Role
 from daskserve.core.placement import Parallelism
 from daskserve.errors import ConfigError, InstanceLost, ModelError
 from daskserve.workers.cuda.pool import DevicePool
+from daskserve.workers.forward import ForwardBatch
 from daskserve.workers.parallel import group
+from daskserve.workers.parallel.answers import Answering
 from daskserve.workers.parallel.group import RankGroup, join_group, open_group
 from daskserve.workers.parallel.stage import ROOM
 from daskserve.workers.parallel.start import start_rank
 
-from .conftest import HOST, stand_in
+from .conftest import HOST, launch, stand_in
 from .test_group import on_all
 from .test_kv_shapes import Resharding
 from .test_tokens import SETTINGS, answers, generate
@@ -146,6 +149,23 @@ def test_who_waits_for_a_card_learns_that_another_rank_failed(quick_last_words):
     errors = on_all(2, work)
     assert all("rank 1 failed: ValueError: out of memory" in str(error) for error in errors)
     assert time.monotonic() - started_at < 5
+
+
+@pytest.mark.parametrize("hanging", [0, 1])
+def test_an_instance_whose_card_hangs_is_lost_in_time(hanging, quick_last_words):
+    config = EngineConfig(model=MODEL, dtype="float32", rank_timeout_s=1.5)
+    ranks = launch(config, Parallelism(2, 1), device_of=stand_in)
+    ranks.runner.bind(ranks.runner.new_pool(8, 16).pages)
+    stage = ranks.followers[1].stage if hanging else ranks.runner.stage
+    stage.computing.answer = lambda *step: Answering(lambda: False, lambda: None)
+    ones = np.ones(1, np.int32)
+    step = ForwardBatch(ones, ones - 1, np.array([0, 1], np.int32), ones, ones[:, None])
+    started_at = time.monotonic()
+    with pytest.raises(InstanceLost, match="of TP2xPP1 is lost"):
+        ranks.runner.begin(step, [])()
+    assert time.monotonic() - started_at < 10
+    ranks.close()
+    assert isinstance(ranks.errors[1], InstanceLost)
 
 
 def test_what_a_closed_group_left_on_a_card_is_no_result():

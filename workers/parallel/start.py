@@ -108,6 +108,7 @@ def _wait_for_all(stage: Stage, address: str, timeout_s: float) -> None:
         group.share(ADDRESS, address)
         group.meet("loaded", timeout_s)
         stage.learn()
+        group.meet("ready", timeout_s)  # some compile kernels for longer than others
     except InstanceLost as error:
         if group.has_failed_rank:
             raise ModelError(str(error)) from error

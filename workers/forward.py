@@ -133,12 +133,14 @@ class Runner(Protocol):
 
 
 class HostRunner:
-    """What runners that compute on the CPU have in common."""
+    """What runners have in common, as it is for those that compute on the CPU."""
 
     bubble_share = 0.0
     max_open = 1
     page_tokens = DEFAULT_BLOCK_SIZE
     budget_tokens = DEFAULT_BUDGET_TOKENS
+    is_on_host = True
+    """False where an instance of several ranks computes on cards."""
 
     def default_kv_bytes(self, config: EngineConfig) -> int:
         return HOST_KV_BYTES

@@ -61,6 +61,6 @@ def _num_blocks(runner: Runner, config: EngineConfig, block_size: int) -> int:
 def _budget_tokens(runner: Runner, config: EngineConfig) -> int:
     if config.prefill_budget_tokens is not None:
         return config.prefill_budget_tokens
-    is_measurable = isinstance(runner, HostRunner) and config.model != "mock"
+    is_measurable = isinstance(runner, HostRunner) and runner.is_on_host and config.model != "mock"
     measured = stored_budget(config) if is_measurable else None
     return measured or runner.budget_tokens

@@ -116,18 +116,19 @@ def find_cards(
             return None
         raise ConfigError(f"device=cuda: {missing}")
     protocol = protocol or ("tcp" if lacking(_UCX) else "ucx")
-    return share_cards(visible_cards(), len(shapes), protocol)
+    return share_cards(visible_cards(), sum(shape.num_gpus for shape in shapes), protocol)
 
 
 def share_cards(cards: Sequence[str], num_ranks: int, protocol: str) -> Cards:
-    """One card for every rank while there are enough, then several ranks on a card in turn."""
+    """One card for every rank while there are enough, then several ranks on a card in turn.
+
+    Ranks of one instance follow one another: they are on different cards, as NCCL needs it.
+    """
     return Cards(tuple(cards[rank % len(cards)] for rank in range(num_ranks)), protocol)
 
 
 def what_is_missing(shapes: Sequence[Parallelism]) -> str | None:
     """Why instances of these shapes cannot compute on GPUs here; None when nothing is missing."""
-    if any(shape.num_gpus > 1 for shape in shapes):
-        return "instances of several ranks compute on CPUs only: use device=cpu"
     try:
         version = metadata.version("torch")
     except metadata.PackageNotFoundError:
@@ -136,8 +137,15 @@ def what_is_missing(shapes: Sequence[Parallelism]) -> str | None:
         return (
             f"PyTorch {version} is built without CUDA: install a PyTorch with CUDA, and {INSTALL}"
         )
-    if not visible_cards():
+    cards = visible_cards()
+    if not cards:
         return "no GPU is visible: look at nvidia-smi and CUDA_VISIBLE_DEVICES"
+    largest = max(shapes, key=lambda shape: shape.num_gpus)
+    if largest.num_gpus > len(cards):
+        return (
+            f"every rank of an instance needs a GPU of its own: {largest} has {largest.num_gpus}"
+            f" ranks, {len(cards)} GPUs are visible; use smaller instances or device=cpu"
+        )
     return None
 
 

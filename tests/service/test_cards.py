@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from daskserve import EngineConfig, Service
+from daskserve import EngineConfig, SamplingParams, Service
 from daskserve.core.placement import Parallelism
 from daskserve.errors import ConfigError
 from daskserve.service import cards
@@ -30,11 +30,16 @@ def test_instances_share_a_card_and_its_memory():
     assert config.device == "cuda" and config.gpu_memory_fraction == pytest.approx(0.4)
 
 
-def test_instances_of_several_ranks_stay_on_cpus():
-    shapes = [ONE, Parallelism(tp=1, pp=2)]
-    with pytest.raises(ConfigError, match="several ranks compute on CPUs only"):
-        on_device(EngineConfig(), "cuda", shapes)
-    assert on_device(EngineConfig(), "auto", shapes)[1] is None
+def test_the_ranks_of_an_instance_are_on_different_cards(monkeypatch):
+    monkeypatch.setattr(cards.metadata, "version", lambda name: "2.13.0")
+    monkeypatch.setattr(cards, "visible_cards", lambda: ["4", "5"])
+    shapes = [Parallelism(tp=2, pp=1), Parallelism(tp=1, pp=2)]
+    settled, found = on_device(EngineConfig(), "cuda", shapes, "tcp")
+    assert settled.device == "cuda" and found.of_rank == ("4", "5", "4", "5")
+    wide = [ONE, Parallelism(tp=2, pp=2)]
+    with pytest.raises(ConfigError, match="TP2xPP2 has 4 ranks, 2 GPUs are visible"):
+        on_device(EngineConfig(), "cuda", wide)
+    assert on_device(EngineConfig(), "auto", wide)[1] is None
 
 
 def test_a_worker_sees_its_card_alone():
@@ -79,3 +84,29 @@ def test_nothing_of_cuda_is_imported_by_a_client():
         "sys.exit(f'imported: {found}' if found else 0)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=100)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "instances",
+    [
+        dict(colocated=[Parallelism(2, 1)]),
+        dict(colocated=[Parallelism(1, 2)]),
+        dict(prefill=[Parallelism(2, 1)], decode=[Parallelism(1, 2)]),
+    ],
+    ids=["TP2", "PP2", "TP2 to PP2"],
+)
+def test_ranks_on_two_cards_give_the_tokens_of_one_on_the_cpu(instances):
+    if len(cards.visible_cards()) < 2:
+        pytest.skip("needs two GPUs")
+    config = EngineConfig(model="tiny-random-llama", dtype="float32", num_kv_blocks=200)
+    params = SamplingParams(max_tokens=12, ignore_eos=True)
+    prompts = ["a", "The quick brown fox", "x" * 90]
+
+    def tokens(device: str, **instances) -> list[tuple[int, ...]]:
+        options = dict(config=config, device=device, cores=None, protocol="tcp")
+        with Service.local(**instances, **options) as service:
+            done = service.client.gather(service.map(prompts, params))
+        return [completion.token_ids for completion in done]
+
+    assert tokens("cuda", **instances) == tokens("cpu", colocated=1)

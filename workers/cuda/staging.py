@@ -5,7 +5,7 @@ On the CPU as device the same calls copy at once, so that whoever uses them is t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
@@ -21,6 +21,10 @@ class Mark:
         """Block this thread until the device has come here."""
         if self._event is not None:
             self._event.synchronize()
+
+    def is_reached(self) -> bool:
+        """Whether it has."""
+        return self._event is None or self._event.query()
 
 
 class CopyStream:
@@ -68,20 +72,46 @@ class CopyStream:
         return Mark(event)
 
 
-def start_fetch(*tensors: torch.Tensor) -> Callable[[], list[torch.Tensor]]:
-    """Start copying to the host what this thread has computed; what is returned waits for it."""
+def mark_now(device: torch.device) -> Mark:
+    """The end of what this thread has started on the device so far."""
+    if device.type != "cuda":
+        return Mark(None)
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(device))
+    return Mark(event)
+
+
+class Fetch:
+    """Copies on their way to the host.
+
+    Parameters
+    ----------
+    copies
+        Where they go.
+    mark
+        When they are there.
+    """
+
+    def __init__(self, copies: list[torch.Tensor], mark: Mark) -> None:
+        self._copies = copies
+        self._mark = mark
+
+    def is_done(self) -> bool:
+        return self._mark.is_reached()
+
+    def __call__(self) -> list[torch.Tensor]:
+        """Wait for them."""
+        self._mark.wait()
+        return self._copies
+
+
+def start_fetch(*tensors: torch.Tensor) -> Fetch:
+    """Start copying to the host what this thread has computed."""
     device = tensors[0].device
     if device.type != "cuda":
-        return lambda: list(tensors)
+        return Fetch(list(tensors), Mark(None))
     copies = []
     for tensor in tensors:
         copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         copies.append(copy.copy_(tensor, non_blocking=True))
-    event = torch.cuda.Event()
-    event.record(torch.cuda.current_stream(device))
-
-    def wait() -> list[torch.Tensor]:
-        event.synchronize()
-        return copies
-
-    return wait
+    return Fetch(copies, mark_now(device))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
+from daskserve.workers.cuda.staging import start_fetch
 from daskserve.workers.parallel.micro_batches import MicroBatch
 from daskserve.workers.scores import Scores, likeliest
 
@@ -54,6 +55,33 @@ class Answer:
                 if row in places:
                     answer.logits[places[row]] = logits[index]
         return answer
+
+
+@dataclass(frozen=True, slots=True)
+class Answering:
+    """An answer that a card may still be computing.
+
+    Parameters
+    ----------
+    is_done
+        Whether it is there.
+    take
+        Gives it; waits without a deadline where it is not there yet.
+    """
+
+    is_done: Callable[[], bool]
+    take: Callable[[], Answer]
+
+    @classmethod
+    def done(cls, answer: Answer) -> Answering:
+        """One that is there."""
+        return cls(lambda: True, lambda: answer)
+
+    @classmethod
+    def fetched(cls, best: torch.Tensor, logits: torch.Tensor) -> Answering:
+        """One whose tensors are on a device: starts copying them."""
+        fetch = start_fetch(best, logits)
+        return cls(fetch.is_done, lambda: Answer(*fetch()))
 
 
 def merged(answers: Sequence[Answer], asked: Sequence[int]) -> Scores:

@@ -9,6 +9,8 @@ from safetensors import safe_open
 
 from daskserve.errors import ModelError
 
+_CPU = torch.device("cpu")
+
 
 class Checkpoint:
     """The tensors of a model directory by name.
@@ -17,13 +19,13 @@ class Checkpoint:
     ----------
     model_dir
         Directory with ``*.safetensors``.
-    dtype
-        What weights are given as.
+    dtype, device
+        What weights are given as, and where.
     """
 
-    def __init__(self, model_dir: Path, dtype: torch.dtype) -> None:
+    def __init__(self, model_dir: Path, dtype: torch.dtype, device: torch.device = _CPU) -> None:
         self._model_dir = model_dir
-        self._dtype = dtype
+        self._dtype, self._device = dtype, device
         self._files: dict[str, Path] = {}
         for path in sorted(model_dir.glob("*.safetensors")):
             with safe_open(path, "pt") as file:
@@ -48,4 +50,6 @@ class Checkpoint:
             else:
                 tensor = stored[:]
         # A copy: what is read may be a view of the mapped file, which lives as long as its views.
-        return tensor.to(self._dtype, copy=True, memory_format=torch.contiguous_format)
+        return tensor.to(
+            self._device, self._dtype, copy=True, memory_format=torch.contiguous_format
+        )

@@ -9,7 +9,6 @@ from daskserve.core.shards import Shard
 from daskserve.workers.kv_digest import slice_digests
 from daskserve.workers.kv_pieces import piece_bytes, write_piece
 from daskserve.workers.kv_pool import KVPool
-from daskserve.workers.parallel.answers import Answer
 from daskserve.workers.parallel.group import HEAD
 from daskserve.workers.parallel.stage import Stage
 from daskserve.workers.parallel.wire import (
@@ -72,6 +71,7 @@ class Follower:
         elif order is Order.BEAT:
             self.stage.group.post(self.stage.busy(), HEAD, BUSY)
         elif order is Order.DIGEST:
+            self.stage.settle()
             digests = np.stack([slice_digests(self.pool, pages) for pages in unpack_lists(numbers)])
             self.stage.group.post(torch.from_numpy(digests.view(np.int64)), HEAD, DIGESTS)
         elif order is Order.PLACE:
@@ -81,21 +81,20 @@ class Follower:
         return order is not Order.CLOSE
 
     def _bind(self, num_blocks: int, block_size: int) -> None:
-        stage = self.stage
-        self.pool = KVPool(stage.shape, stage.dtype, num_blocks, block_size, stage.shard)
-        stage.bind(self.pool.pages)
+        self.pool = self.stage.new_pool(num_blocks, block_size)
+        self.stage.bind(self.pool.pages)
 
     def _place(self, owner: int, page_ids: np.ndarray) -> None:
+        self.stage.settle()  # a step of before may still read these pages
         for shard, data in self._pulled.pop(owner):
             num_pages = data.nbytes // piece_bytes(self.pool, 1, shard)
             write_piece(self.pool, page_ids[:num_pages], shard, data)
 
     def _step(self, step: StepOrder) -> None:
-        stage, group = self.stage, self.stage.group
-        outputs = stage.run(step.batch, step.num_parts)
-        if group.is_last:
-            vocabulary = stage.vocabulary_of(group.rank)
-            answer = Answer.of(outputs, step.batch.num_rows, step.asked, vocabulary, stage.dtype)
+        group = self.stage.group
+        wait = self.stage.run(step.batch, step.num_parts, step.asked)
+        if wait is not None:
+            answer = wait()
             group.post(answer.best, HEAD, SCORES)
             if step.asked:
                 group.post(answer.logits, HEAD, LOGITS)

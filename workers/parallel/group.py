@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import socket
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -21,15 +22,19 @@ import torch
 import torch.distributed as dist
 
 from daskserve.core.placement import Parallelism
-from daskserve.errors import InstanceLost
+from daskserve.errors import InstanceLost, ModelError
+from daskserve.workers.parallel.links import Links, Transport
 
 logger = logging.getLogger(__name__)
 
 HEAD = 0
 _POLL_S = 0.01
+_CARD_POLL_S = 0.0001  # a decode step takes milliseconds
+_LOOK_S = 0.1  # between looks at what other ranks say while a card is waited for
 _LAST_WORDS_S = 2.0  # for the living to say that they are, once the group is broken
 _MAX_WORDS = 500
 _NOTICED = "connection lost"
+_PLACE = "place"
 _POSTED_PER_STAGE = 8  # of one step: hidden states of its parts, and what it is answered by
 
 
@@ -58,9 +63,9 @@ def open_group(
     return Meeting(host, port), store
 
 
-def call_off(store: dist.Store) -> None:
-    """The head does not want the group any more: whoever waits for it stops."""
-    store.set(f"words/{HEAD}", "it was called off")
+def call_off(store: dist.Store, rank: int = HEAD, words: str = "it was called off") -> None:
+    """This rank, or the head, does not want the group any more: whoever waits for it stops."""
+    store.set(f"words/{rank}", words[:_MAX_WORDS])
 
 
 def join_group(meeting: Meeting, rank: int, timeout_s: float) -> dist.TCPStore:
@@ -100,11 +105,15 @@ class RankGroup:
         Most seconds without an answer of another rank.
     assembly_s
         Most seconds until all ranks are here.
+    transport
+        What the sums of a stage and hidden states go over; None: as orders and answers do.
 
     Raises
     ------
     InstanceLost
         Not all ranks came.
+    ModelError
+        Their devices do not go together.
     """
 
     def __init__(
@@ -116,6 +125,7 @@ class RankGroup:
         host: str,
         timeout_s: float,
         assembly_s: float,
+        transport: Transport | None = None,
     ) -> None:
         self.store = store
         self.parallelism = parallelism
@@ -128,7 +138,10 @@ class RankGroup:
         self._posted: deque[Callable[[], torch.Tensor]] = deque()
         self._most_posted = parallelism.pp * _POSTED_PER_STAGE * parallelism.pp
         self._all = self._peers = None
+        self._links: Links | None = None
+        self.share(_PLACE, transport.place if transport else "cpu")
         self.meet("here", assembly_s)
+        _check_places(self.shared(_PLACE))
         tp, limit = parallelism.tp, timedelta(seconds=timeout_s)
         with self.watched():
             everyone = dist.PrefixStore("all", store)
@@ -136,6 +149,8 @@ class RankGroup:
             if tp > 1:
                 peers = dist.PrefixStore(f"stage-{self.stage}", store)
                 self._peers = _connect(peers, self.tp_rank, tp, host, limit)
+        if transport is not None:
+            self._link(transport, assembly_s)
 
     @property
     def num_ranks(self) -> int:
@@ -163,8 +178,32 @@ class RankGroup:
         """Sum over the ranks of this stage, in place."""
         if self.parallelism.tp > 1:
             with self.watched():
-                self._peers.allreduce([tensor]).wait()
+                if self._links is not None:
+                    self._links.reduce(tensor)
+                else:
+                    self._peers.allreduce([tensor]).wait()
         return tensor
+
+    def hand_on(self, hidden: torch.Tensor, tag: int) -> None:
+        """Send hidden states, which stay as they are, to the next stage."""
+        if self._links is None:
+            self.post(hidden, self.neighbour(1), tag)
+            return
+        with self.watched():
+            self._links.send(hidden)
+
+    def handed_on(self, hidden: torch.Tensor, tag: int) -> Callable[[], torch.Tensor]:
+        """Hidden states of the previous stage; what is returned is called in their order."""
+        links = self._links
+        if links is None:
+            return self.receive(hidden, self.neighbour(-1), tag)
+
+        def arrived() -> torch.Tensor:
+            with self.watched():
+                links.receive(hidden)
+            return hidden
+
+        return arrived
 
     def post(self, tensor: torch.Tensor, rank: int, tag: int) -> None:
         """Send a tensor that stays as it is, and go on; waits only for one posted long ago."""
@@ -185,13 +224,15 @@ class RankGroup:
         keys = [f"{name}/{rank}" for rank in range(self.num_ranks)]
         with self.watched():
             self.store.set(keys[self.rank], "here")
-            deadline = time.monotonic() + timeout_s
-            while not self.store.check(keys):
-                if time.monotonic() > deadline:
-                    raise TimeoutError(f"not all ranks were {name} after {timeout_s:g} s")
-                if any(self._words()):
-                    raise ConnectionError("another rank gave up")
-                time.sleep(_POLL_S)
+        late = f"not all ranks were {name} after {timeout_s:g} s"
+        self._poll(lambda: self.store.check(keys), timeout_s, late, _POLL_S, 0)
+
+    def until(self, is_done: Callable[[], bool]) -> None:
+        """Wait for what no connection tells of: a card, whose work hangs when a rank is gone."""
+        late = f"the card was not done after {self.timeout_s:g} s"
+        self._poll(is_done, self.timeout_s, late, _CARD_POLL_S, _LOOK_S)
+        if self._is_over:  # what hung has been aborted, and nothing has come of it
+            raise InstanceLost(f"the group of {self.parallelism} is over")
 
     def share(self, name: str, text: str) -> None:
         """Tell the other ranks something; `shared` reads it after a `meet`."""
@@ -223,11 +264,49 @@ class RankGroup:
     def close(self) -> None:
         """Cut the connections; the other ranks notice."""
         self._is_over = True
+        links, self._links = self._links, None
+        if links is not None:
+            links.abort()
         for group in (self._peers, self._all):
             if group is not None:
                 group.abort()
         self._posted.clear()
         self._all = self._peers = None  # the sockets close with the last reference
+
+    def _link(self, transport: Transport, timeout_s: float) -> None:
+        """Connect the devices; on a thread, since NCCL knows no deadline while it connects."""
+        errors: list[Exception] = []
+
+        def connect() -> None:
+            try:
+                self._links = Links(transport, self.store, self.parallelism, self.rank)
+                self._links.greet()
+            except Exception as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=connect, name="rank links", daemon=True)
+        thread.start()
+        late = f"the ranks' devices were not connected after {timeout_s:g} s"
+        self._poll(lambda: not thread.is_alive(), timeout_s, late, _POLL_S, _LOOK_S)
+        if errors:
+            with self.watched():
+                raise errors[0]
+
+    def _poll(
+        self, is_done: Callable[[], bool], timeout_s: float, late: str, poll_s: float, look_s: float
+    ) -> None:
+        """Until ``is_done``; fail when another rank gives up, looked at every ``look_s``."""
+        with self.watched():
+            started_at = looked_at = time.monotonic()
+            while not is_done():
+                now = time.monotonic()
+                if now - started_at > timeout_s:
+                    raise TimeoutError(late)
+                if now - looked_at >= look_s:
+                    if any(self._words()):
+                        raise ConnectionError("another rank gave up")
+                    looked_at = now
+                time.sleep(poll_s)
 
     def _start(
         self, operation: Any, tensor: torch.Tensor, rank: int, tag: int
@@ -275,6 +354,16 @@ class RankGroup:
         failed = [f"rank {rank} failed: {text}" for rank, text in suspects if text]
         self.has_failed_rank = bool(failed)
         return failed or [f"rank {rank} is dead or silent" for rank, _ in suspects]
+
+
+def _check_places(places: tuple[str, ...]) -> None:
+    """Where the ranks compute: all on CPUs, or each on a card of its own (ModelError)."""
+    kinds = {place.split()[0] for place in places}
+    shown = ", ".join(f"rank {rank} {place}" for rank, place in enumerate(places))
+    if len(kinds) > 1:
+        raise ModelError(f"the ranks are on unlike devices: {shown}; set device for all of them")
+    if kinds != {"cpu"} and len(set(places)) < len(places):
+        raise ModelError(f"every rank needs a card of its own: {shown}")
 
 
 def _connect(

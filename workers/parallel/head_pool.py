@@ -10,6 +10,7 @@ import torch
 
 from daskserve.core.placement import Parallelism
 from daskserve.core.shards import Shard
+from daskserve.workers.cuda.pool import DevicePool
 from daskserve.workers.forward import ModelShape
 from daskserve.workers.kv_pool import KVPool
 from daskserve.workers.parallel.wire import Order
@@ -21,6 +22,8 @@ class Ranks(Protocol):
     shape: ModelShape
     dtype: torch.dtype
     shard: Shard
+    device: torch.device | None
+    """Whose copies the head's KV needs; None: it is on the host."""
     parallelism: Parallelism
     addresses: tuple[str, ...]
     stage_layers: tuple[int, ...]
@@ -35,19 +38,9 @@ class Ranks(Protocol):
 
 
 class HeadPool(KVPool):
-    """Owns the pages of all ranks and holds the KV of the head's shard.
+    """Owns the pages of all ranks and holds the KV of the head's shard. Use `head_pool`."""
 
-    Parameters
-    ----------
-    ranks
-        The group.
-    num_blocks, block_size
-        As for `KVPool`.
-    """
-
-    def __init__(self, ranks: Ranks, num_blocks: int, block_size: int) -> None:
-        super().__init__(ranks.shape, ranks.dtype, num_blocks, block_size, ranks.shard)
-        self._ranks = ranks
+    _ranks: Ranks
 
     @property
     def home(self) -> dict[str, Any]:
@@ -69,3 +62,19 @@ class HeadPool(KVPool):
             self._ranks.settle(Order.PLACE, owner, self.pages_of(owner))
         else:
             self._ranks.settle(Order.DROP, owner)
+
+
+class HeadDevicePool(HeadPool, DevicePool):
+    """The same with the KV on a device."""
+
+
+def head_pool(ranks: Ranks, num_blocks: int, block_size: int) -> HeadPool:
+    """The pool of the head of these ranks, where that computes."""
+    sizes = (ranks.shape, ranks.dtype, num_blocks, block_size)
+    pool: HeadPool
+    if ranks.device is None:
+        pool = HeadPool(*sizes, ranks.shard)
+    else:
+        pool = HeadDevicePool(*sizes, ranks.device, ranks.shard)
+    pool._ranks = ranks
+    return pool

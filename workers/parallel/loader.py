@@ -16,6 +16,7 @@ from daskserve.models.engine_packages import TRANSFORMERS_LOCK
 from daskserve.workers.attention import ATTENTION_NAME
 from daskserve.workers.forward import ModelShape
 from daskserve.workers.parallel.checkpoint import Checkpoint
+from daskserve.workers.parallel.computing import Computing
 from daskserve.workers.parallel.families import COLUMN_SPLIT, ROW_SPLIT, Family, family_of
 from daskserve.workers.parallel.group import RankGroup
 from daskserve.workers.parallel.linear import RowSplitLinear
@@ -75,19 +76,15 @@ def read_model(model_dir: Path, parallelism: Parallelism) -> ShardedModel:
     return ShardedModel(model_dir, config, family, shape, shards)
 
 
-def load_stage(
-    model: ShardedModel, group: RankGroup, dtype: torch.dtype, num_threads: int
-) -> Stage:
+def load_stage(model: ShardedModel, group: RankGroup, computing: Computing) -> Stage:
     """This rank's part of the model.
 
     Parameters
     ----------
     model, group
         Of the same parallelism.
-    dtype
-        Of weights and KV.
-    num_threads
-        Threads of the matrix products and of attention.
+    computing
+        With what the stage computes; the weights go to its device, one after the other.
 
     Raises
     ------
@@ -98,14 +95,15 @@ def load_stage(
     base = _skeleton(model, shard.layers)
     for name, absent in _absent(model.family, group).items():
         setattr(base, name, absent())
-    checkpoint = Checkpoint(model.model_dir, dtype)
+    checkpoint = Checkpoint(model.model_dir, computing.dtype, computing.device)
     if group.parallelism.tp > 1:
         _split_linears(base, group)
     _fill(base, model.family.base, shard.first_layer, checkpoint, group)
+    base.to(computing.device)  # what is computed and not stored
     head = None
     if group.is_last:
         head = _head(base, model, checkpoint, group)
-    return Stage(base, head, model, group, dtype, num_threads)
+    return Stage(base, head, model, group, computing)
 
 
 def _skeleton(model: ShardedModel, layers: range) -> torch.nn.Module:

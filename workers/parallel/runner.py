@@ -11,16 +11,17 @@ from typing import TypeVar
 import numpy as np
 import torch
 
+from daskserve.core.instance import EngineConfig
 from daskserve.core.shards import Shard
 from daskserve.errors import InstanceLost, ModelError
 from daskserve.workers.forward import ForwardBatch, HostRunner
 from daskserve.workers.kv_digest import slice_digests
-from daskserve.workers.kv_pool import KVPool
+from daskserve.workers.kv_pool import KVPool, page_bytes
 from daskserve.workers.parallel.answers import Answer, merged
 from daskserve.workers.parallel.group import HEAD
-from daskserve.workers.parallel.head_pool import HeadPool
+from daskserve.workers.parallel.head_pool import head_pool
 from daskserve.workers.parallel.micro_batches import num_micro_batches
-from daskserve.workers.parallel.stage import Stage
+from daskserve.workers.parallel.stage import ROOM, Stage
 from daskserve.workers.parallel.wire import (
     BUSY,
     DIGESTS,
@@ -67,6 +68,10 @@ class ParallelRunner(HostRunner):
         self.parallelism = stage.group.parallelism
         self.stage_layers = stage.shards.stage_layers
         self.shape, self.dtype, self.shard = stage.shape, stage.dtype, stage.shard
+        self.device = None if stage.computing.is_on_host else stage.device
+        self.is_on_host = stage.computing.is_on_host
+        self.page_tokens = stage.computing.page_tokens
+        self.budget_tokens = stage.computing.budget_tokens
         self.max_open = stage.group.parallelism.pp
         self.busy_s: list[float] = []
         """Seconds that each stage has computed, as of the last beat."""
@@ -84,7 +89,14 @@ class ParallelRunner(HostRunner):
 
     def new_pool(self, num_blocks: int, block_size: int) -> KVPool:
         """Pages of all ranks; holds those of the head."""
-        return HeadPool(self, num_blocks, block_size)
+        return head_pool(self, num_blocks, block_size)
+
+    def default_kv_bytes(self, config: EngineConfig) -> int:
+        """Of the head's shard; every rank has room for as many tokens."""
+        if self.is_on_host:
+            return super().default_kv_bytes(config)
+        token_bytes = page_bytes(self.shape, self.dtype, 1, self.shard)
+        return min(map(int, self.group.shared(ROOM))) * token_bytes
 
     def bind(self, pool_pages: torch.Tensor) -> None:
         """Use this pool for the head's shard; every rank has made one of as many blocks then."""
@@ -174,14 +186,11 @@ class ParallelRunner(HostRunner):
 
     def _begin(self, step: StepOrder) -> list[Callable[[], Answer]]:
         """The head's share of a step; what is returned waits for each rank of the last stage."""
-        num_rows, stage = step.batch.num_rows, self.stage
+        num_rows = step.batch.num_rows
         # Asked for before they are there, so that they arrive while the head does other things.
         others = [self._ask(rank, num_rows, step.asked) for rank in self._last_followers()]
-        outputs = stage.run(step.batch, step.num_parts)
-        if not self.group.is_last:
-            return others
-        own = Answer.of(outputs, num_rows, step.asked, stage.vocabulary_of(HEAD), self.dtype)
-        return [lambda: own, *others]
+        own = self.stage.run(step.batch, step.num_parts, step.asked)
+        return others if own is None else [own, *others]
 
     def _last_followers(self) -> list[int]:
         return [rank for rank in self.group.last_ranks if rank != HEAD]
@@ -200,7 +209,8 @@ class ParallelRunner(HostRunner):
         return arrived
 
     def _finish(self, waits: list[Callable[[], Answer]], asked: Sequence[int]) -> Scores:
-        answers = self._in_turn(lambda: [wait() for wait in waits])
+        # The last first: connections tell of a dead rank at once, a card does not.
+        answers = self._in_turn(lambda: [wait() for wait in reversed(waits)])[::-1]
         self._num_open -= 1
         if not self._num_open:
             self._elapsed_s += time.perf_counter() - self._opened_at
@@ -210,8 +220,13 @@ class ParallelRunner(HostRunner):
         self, pool: KVPool, owners_pages: Sequence[Sequence[int]]
     ) -> list[tuple[Shard, Callable[[], np.ndarray]]]:
         """Of each rank: what it holds, and what waits for its digests ``[owners, ...]``."""
-        own = np.stack([slice_digests(pool, pages) for pages in owners_pages])
-        parts: list[tuple[Shard, Callable[[], np.ndarray]]] = [(self.shard, lambda: own)]
+
+        def compute() -> np.ndarray:
+            return np.stack([slice_digests(pool, pages) for pages in owners_pages])
+
+        # On a card the steps begun so far are computed when somebody waits for the digests.
+        own = compute if self.device is not None else partial(np.asarray, compute())
+        parts: list[tuple[Shard, Callable[[], np.ndarray]]] = [(self.shard, own)]
         for rank in range(1, self.group.num_ranks):
             shard = self.stage.shards.of_rank(rank)
             size = (len(owners_pages), shard.num_layers, shard.num_heads)

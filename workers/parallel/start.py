@@ -3,21 +3,41 @@
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
 from daskserve.core.instance import EngineConfig, Role
 from daskserve.core.placement import Parallelism
-from daskserve.errors import InstanceLost, ModelError
+from daskserve.errors import ConfigError, InstanceLost, ModelError
 from daskserve.models.catalog import resolve
+from daskserve.workers.cuda.device import resolve_device
 from daskserve.workers.parallel.balance import stage_layers
-from daskserve.workers.parallel.group import HEAD, RankGroup
+from daskserve.workers.parallel.computing import Computing, DeviceComputing, HostComputing
+from daskserve.workers.parallel.group import HEAD, RankGroup, call_off
+from daskserve.workers.parallel.links import Transport, nccl
 from daskserve.workers.parallel.loader import ShardedModel, load_stage, read_model
-from daskserve.workers.parallel.stage import Stage
+from daskserve.workers.parallel.stage import ROOM, Stage
 
 ADDRESS = "address"
 _STAGES = "stage layers"
+
+
+@dataclass(frozen=True, slots=True)
+class RankDevice:
+    """Where a rank computes.
+
+    Parameters
+    ----------
+    computing
+        With what.
+    transport
+        What moves hidden states and sums; None: what moves orders and answers.
+    """
+
+    computing: Computing
+    transport: Transport | None = None
 
 
 def start_rank(
@@ -30,14 +50,15 @@ def start_rank(
     address: str,
     load_timeout_s: float,
     role: Role = Role.COLOCATED,
+    device: RankDevice | None = None,
 ) -> Stage:
     """Join the group, load this rank's weights and wait until all ranks have done so.
 
     Parameters
     ----------
     config
-        ``model``, ``dtype``, ``num_threads`` and ``rank_timeout_s`` are used; the
-        same on all ranks.
+        ``model``, ``dtype``, ``device``, ``num_threads``, ``gpu_memory_fraction`` and
+        ``rank_timeout_s`` are used; the same on all ranks.
     parallelism, rank
         Shape of the instance, and which rank to be.
     store
@@ -50,6 +71,8 @@ def start_rank(
         Most seconds until all ranks are there, and again until all have their weights.
     role
         What the instance does; the head says it, and with that how the layers are shared out.
+    device
+        What to compute with and what to move it over; None: as ``config.device`` says.
 
     Raises
     ------
@@ -57,9 +80,10 @@ def start_rank(
         The model does not run in this shape, or its files do not fit, here or on another rank.
     InstanceLost
         Another rank is gone or never came; the error names it.
+    ConfigError
+        There is no such device.
     """
-    if config.device == "cuda":
-        raise ModelError("device=cuda: instances of several ranks compute on CPUs only")
+    device = device or _device_of(config, rank, store)
     model = read_model(resolve(config.model), parallelism)
     if rank == HEAD:
         _tell_stages(store, stage_layers(model.config, parallelism.pp, role))
@@ -70,30 +94,59 @@ def start_rank(
         host=host,
         timeout_s=config.rank_timeout_s,
         assembly_s=load_timeout_s,
+        transport=device.transport,
     )
-    stage = _load(model, group, config)
+    stage = _load(model, group, device.computing, config.gpu_memory_fraction)
+    _wait_for_all(stage, address, load_timeout_s)
+    return stage
+
+
+def _wait_for_all(stage: Stage, address: str, timeout_s: float) -> None:
+    """Until every rank has its weights; then they run their layers together for the first time."""
+    group = stage.group
     try:
         group.share(ADDRESS, address)
-        group.meet("loaded", load_timeout_s)
+        group.meet("loaded", timeout_s)
+        stage.learn()
+        group.meet("ready", timeout_s)  # some compile kernels for longer than others
     except InstanceLost as error:
         if group.has_failed_rank:
             raise ModelError(str(error)) from error
         raise
-    return stage
+    except Exception as error:
+        group.fail(error)
+        raise
+
+
+def _device_of(config: EngineConfig, rank: int, store: dist.Store) -> RankDevice:
+    """Where this rank computes; if it cannot, the others do not wait for it (ConfigError)."""
+    try:
+        device = resolve_device(config.device)
+        dtype = getattr(torch, config.dtype)
+        if device.type == "cuda":
+            return RankDevice(DeviceComputing(device, dtype), nccl(device, config.rank_timeout_s))
+    except ConfigError as error:
+        call_off(store, rank, str(error))
+        raise
+    num_threads = config.num_threads or len(os.sched_getaffinity(0))
+    return RankDevice(HostComputing(dtype, num_threads))
 
 
 def _tell_stages(store: dist.Store, layers: tuple[int, ...]) -> None:
     store.set(_STAGES, " ".join(map(str, layers)))
 
 
-def _load(model: ShardedModel, group: RankGroup, config: EngineConfig) -> Stage:
-    """This rank's share, as the head shares the layers out."""
+def _load(
+    model: ShardedModel, group: RankGroup, computing: Computing, memory_fraction: float
+) -> Stage:
+    """This rank's share, as the head shares the layers out; says what room is left for KV."""
     with group.watched():
         told = group.store.get(_STAGES).decode()
-    num_threads = config.num_threads or len(os.sched_getaffinity(0))
     try:
         model = model.shared_out(tuple(map(int, told.split())))
-        return load_stage(model, group, getattr(torch, config.dtype), num_threads)
+        stage = load_stage(model, group, computing)
+        group.share(ROOM, str(stage.room_tokens(memory_fraction)))
+        return stage
     except Exception as error:
         group.fail(error)
         raise

@@ -5,10 +5,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
@@ -18,13 +20,19 @@ from daskserve.errors import InstanceLost
 from daskserve.models import byte_tokenizer
 from daskserve.models.catalog import resolve
 from daskserve.text.tokenizer import Tokenizer
+from daskserve.workers.cuda import reference
+from daskserve.workers.cuda.attention import VarlenAttention
 from daskserve.workers.engine import Engine
 from daskserve.workers.kv_pool import KVPool
 from daskserve.workers.loading import build_engine
+from daskserve.workers.parallel import group
+from daskserve.workers.parallel.computing import DeviceComputing
 from daskserve.workers.parallel.follower import Follower
 from daskserve.workers.parallel.group import join_group, open_group
+from daskserve.workers.parallel.links import Transport
 from daskserve.workers.parallel.runner import ParallelRunner
-from daskserve.workers.parallel.start import start_rank
+from daskserve.workers.parallel.stage import Stage
+from daskserve.workers.parallel.start import RankDevice, start_rank
 
 HOST = "127.0.0.1"
 
@@ -63,16 +71,21 @@ def launch(
     shape: Parallelism,
     timeout_s: float = 20,
     role: Role = Role.COLOCATED,
+    device_of: Callable[[int], RankDevice | None] = lambda rank: None,
 ) -> Ranks:
     meeting, store = open_group(shape, HOST, timeout_s)
     common = dict(host=HOST, address="here", load_timeout_s=timeout_s)
+
+    def started(rank: int, store: dist.Store, **options) -> Stage:
+        return start_rank(config, shape, rank, store, device=device_of(rank), **common | options)
+
     followers: dict[int, Follower] = {}
     errors: dict[int, BaseException] = {}
 
     def follow(rank: int) -> None:
         try:
             own = join_group(meeting, rank, timeout_s)
-            followers[rank] = Follower(start_rank(config, shape, rank, own, **common))
+            followers[rank] = Follower(started(rank, own))
             followers[rank].serve()
         except BaseException as error:
             errors[rank] = error
@@ -80,20 +93,35 @@ def launch(
     threads = [threading.Thread(target=follow, args=(r,)) for r in range(1, shape.num_gpus)]
     for thread in threads:
         thread.start()
-    runner = ParallelRunner(start_rank(config, shape, 0, store, role=role, **common))
+    runner = ParallelRunner(started(0, store, role=role))
     return Ranks(config, runner, followers, threads, errors)
+
+
+def stand_in(rank: int, place: str = "cpu") -> RankDevice:
+    """What ranks on cards have, with plain torch for varlen_attn and gloo for NCCL."""
+    cpu = torch.device("cpu")
+    computing = DeviceComputing(cpu, torch.float32, VarlenAttention(reference.varlen_attn))
+
+    def connect(store: dist.Store, rank: int, size: int) -> dist.ProcessGroup:
+        return group._connect(store, rank, size, HOST, timedelta(seconds=20))
+
+    return RankDevice(computing, Transport(cpu, place, connect))
 
 
 @pytest.fixture(scope="package")
 def ranks_of() -> Iterator[Callable[..., Ranks]]:
-    """``ranks_of(model, tp, pp)``: loaded once per test run; closed at its end."""
+    """``ranks_of(model, tp, pp)``: loaded once per test run; closed at its end.
+
+    With ``on_device`` they take the path of cards, on the CPU and over gloo.
+    """
     running: dict[tuple, Ranks] = {}
 
-    def get(model: str, tp: int, pp: int, number: int = 0) -> Ranks:
-        key = (model, tp, pp, number)
+    def get(model: str, tp: int, pp: int, number: int = 0, on_device: bool = False) -> Ranks:
+        key = (model, tp, pp, number, on_device)
         if key not in running:
             config = EngineConfig(model=model, dtype="float32", num_threads=1, rank_timeout_s=20)
-            running[key] = launch(config, Parallelism(tp, pp))
+            options = {"device_of": stand_in} if on_device else {}
+            running[key] = launch(config, Parallelism(tp, pp), **options)
         return running[key]
 
     yield get

@@ -69,7 +69,7 @@ class Ranks:
 def launch(
     config: EngineConfig,
     shape: Parallelism,
-    timeout_s: float = 20,
+    timeout_s: float = 60,
     role: Role = Role.COLOCATED,
     device_of: Callable[[int], RankDevice | None] = lambda rank: None,
 ) -> Ranks:
@@ -119,7 +119,7 @@ def ranks_of() -> Iterator[Callable[..., Ranks]]:
     def get(model: str, tp: int, pp: int, number: int = 0, on_device: bool = False) -> Ranks:
         key = (model, tp, pp, number, on_device)
         if key not in running:
-            config = EngineConfig(model=model, dtype="float32", num_threads=1, rank_timeout_s=20)
+            config = EngineConfig(model=model, dtype="float32", num_threads=1, rank_timeout_s=60)
             options = {"device_of": stand_in} if on_device else {}
             running[key] = launch(config, Parallelism(tp, pp), **options)
         return running[key]

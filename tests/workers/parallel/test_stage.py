@@ -76,7 +76,9 @@ def test_logits_are_those_of_the_plain_model(case, shape, write_model):
     tokens = np.random.default_rng(0).integers(3, 211, 90)
     with torch.inference_mode():
         expected = plain(torch.from_numpy(tokens)[None]).logits[0]
-    ranks = launch(EngineConfig(model=str(folder), dtype="float32", num_threads=1), shape)
+    # The ranks are threads of this process, in which kernels may be compiled meanwhile.
+    config = EngineConfig(model=str(folder), dtype="float32", num_threads=1, rank_timeout_s=90)
+    ranks = launch(config, shape)
     try:
         ranks.runner.bind(ranks.runner.new_pool(8, 16).pages)
         for start, end in [(0, 70), (70, 71), (71, 90)]:

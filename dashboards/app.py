@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import socket
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from bokeh.document import Document
 from bokeh.server.server import Server
 from panel.io.resources import LOCAL_DIST
 from panel.io.state import set_curdoc
+from tornado.websocket import WebSocketClosedError
 
 from daskserve.dashboards.feed import Feed
 from daskserve.dashboards.frame import COOKIE, framed
@@ -106,6 +108,7 @@ class Dashboard:
         gc.collect()
         gc.freeze()  # modules stay anyway: no collection need look through them
         server.start()
+        server.io_loop.asyncio_loop.set_exception_handler(_on_exception)
         return server
 
     def _app(
@@ -127,6 +130,12 @@ class Dashboard:
             return framed(page, status, links)
 
         return app
+
+
+def _on_exception(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """A tab that closes while something is sent to it is no fault; the rest is reported."""
+    if not isinstance(context.get("exception"), WebSocketClosedError):
+        loop.default_exception_handler(context)
 
 
 def _free_port(host: str) -> int:

@@ -27,7 +27,7 @@ test: $(VENV)/.dev
 	$(BIN)/lint-imports
 	$(BIN)/mypy
 	$(BIN)/pytest -q -n 2 --dist worksteal
-	$(BIN)/pytest -q --timeout=600 --nbmake notebooks/*.ipynb
+	$(BIN)/pytest -q -n 2 --timeout=600 --nbmake notebooks/*.ipynb
 
 test-slow: $(VENV)/.dev
 	DASKSERVE_HYPOTHESIS=thorough $(BIN)/pytest -q -m "not gpu"

@@ -124,7 +124,9 @@ def record(tmp_path: Path) -> Callable[..., Path]:
     return lambda *observations: write(tmp_path / "day.jsonl", *observations)
 
 
-@pytest.fixture(scope="session")
+# Not of the session: an event loop runs on this thread while Playwright does, and other tests
+# may need one of their own.
+@pytest.fixture(scope="module")
 def chromium() -> Iterator[object]:
     with browser() as chromium:
         yield chromium

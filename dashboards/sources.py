@@ -8,6 +8,7 @@ import os
 import time
 import urllib.error
 import urllib.request
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, Protocol
@@ -42,7 +43,7 @@ class Source(Protocol):
         ...
 
 
-class Watched:
+class Watched(ABC):
     """What live sources share: a look at the snapshot once a second.
 
     Parameters
@@ -60,9 +61,9 @@ class Watched:
         self.url = ""
         self._slo, self._window_s = slo, window_s
 
+    @abstractmethod
     async def look(self, cursor: int, num_decisions: int) -> dict[str, Any]:
         """The record of a snapshot."""
-        raise NotImplementedError
 
     async def observations(self) -> AsyncIterator[Observation]:
         window = Window(self._window_s, self._slo)

@@ -152,6 +152,16 @@ def instance(config: EngineConfig, shape: Parallelism, work: str) -> Iterator[En
         process.join()
 
 
+def measured(config: EngineConfig, shape: Parallelism, work: str, seconds: float) -> float:
+    """Tokens/s of an instance of this shape, a core for each of two ranks."""
+    cores = os.sched_getaffinity(0)
+    with instance(config, shape, work) as engine:
+        os.sched_setaffinity(0, [min(cores)])
+        tokens_per_s, _ = rate(engine, WORK[work][1](engine), seconds)
+        os.sched_setaffinity(0, cores)
+    return tokens_per_s
+
+
 def compare(config: EngineConfig, shape: Parallelism, work: str, seconds: float) -> float:
     """How many times faster the ranks of ``shape`` are together than one; medians of the rounds."""
     cores, steps_of = os.sched_getaffinity(0), WORK[work][1]

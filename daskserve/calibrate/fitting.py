@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import xarray as xr
@@ -11,7 +11,13 @@ import xarray as xr
 from daskserve.calibrate.grid import PHASES, Point
 from daskserve.core.placement import Parallelism
 from daskserve.planner.latency import CalibratedModel, PaperCoefficients, fit_paper_model
-from daskserve.planner.latency.calibration import Coefficients, Fitted, Phase, PhaseError
+from daskserve.planner.latency.calibration import (
+    Coefficients,
+    Fitted,
+    Growth,
+    Phase,
+    PhaseError,
+)
 from daskserve.planner.latency.profile import Profile
 from daskserve.planner.model_spec import ModelSpec
 
@@ -56,11 +62,23 @@ _RANGES = (
 
 
 def fit(
-    model: ModelSpec, medians_s: Mapping[Point, float], batch_term: bool = True
+    model: ModelSpec, medians_s: Mapping[Point, float], growth: bool = True
 ) -> PaperCoefficients:
-    """Least squares on relative errors, no coefficient below 0."""
-    profile = _profile([(point, step_s) for point, step_s in medians_s.items()])
-    return fit_paper_model(model, profile, batch_term).coefficients[1]
+    """Least squares on relative errors, no coefficient below 0.
+
+    With ``growth``, decode steps grow between the batch sizes of the points.
+    """
+    return _fit(model, list(medians_s.items()), _batches(medians_s) if growth else ())
+
+
+def _batches(points: Iterable[Point]) -> tuple[int, ...]:
+    return tuple(sorted({point.batch for point in points if point.phase == "decode"}))
+
+
+def _fit(
+    model: ModelSpec, rows: Sequence[tuple[Point, float]], knots: Sequence[int]
+) -> PaperCoefficients:
+    return fit_paper_model(model, _profile(rows), knots).coefficients[1]
 
 
 def fit_with_intervals(
@@ -68,6 +86,7 @@ def fit_with_intervals(
 ) -> tuple[PaperCoefficients, Coefficients]:
     """The fit to the medians, and where 90 % of refits lie to points and repeats drawn anew."""
     found = fit(model, {point: float(np.median(times[point])) for point in fitted})
+    knots = _batches(fitted)
     rng = np.random.default_rng(seed)
     refits = []
     for _ in range(NUM_RESAMPLES):
@@ -77,16 +96,23 @@ def fit_with_intervals(
             for index in rng.integers(0, len(mine), len(mine)):
                 again = rng.choice(times[mine[index]], len(times[mine[index]]))
                 rows.append((mine[index], float(np.median(again))))
-        refits.append(astuple(fit_paper_model(model, _profile(rows), True).coefficients[1]))
+        refits.append(_flat(_fit(model, rows, knots)))
     low, high = np.quantile(refits, (0.05, 0.95), axis=0)
-    values = zip(astuple(found), low.tolist(), high.tolist(), strict=True)
-    names = Coefficients.model_fields
+    values = [
+        {"value": value, "low": least, "high": most}
+        for value, least, most in zip(_flat(found), low.tolist(), high.tolist(), strict=True)
+    ]
+    *names, growth = Coefficients.model_fields
+    single, grown = values[: len(names)], values[len(names) :]
     return found, Coefficients(
-        **{
-            name: Fitted(value=value, low=least, high=most)
-            for name, (value, least, most) in zip(names, values, strict=True)
-        }
+        **{name: Fitted(**one) for name, one in zip(names, single, strict=True)},
+        **{growth: [Growth(batch=b, **one) for b, one in zip(knots, grown, strict=True)]},
     )
+
+
+def _flat(found: PaperCoefficients) -> list[float]:
+    added = [value for _, value in found.growth]
+    return [found.c1, found.c2, found.c3, found.c4, found.c5, *added]
 
 
 def _profile(rows: Sequence[tuple[Point, float]]) -> Profile:

@@ -83,10 +83,10 @@ def _share(one: Measurement) -> str:
 
 
 def _coefficients(found: Calibration) -> Table:
-    """C1..C6 in units of this model."""
+    """C1..C5 in units of this model, and how decode steps grow with their batch."""
     c, model = found.coefficients, found.model
     weights, unit = model.num_active_parameters, attention_unit(model)
-    rows = (
+    rows = [
         ("prefill, us per token (C1)", c.c1_s_per_weight_token, weights * 1e6),
         (
             "prefill, ms per (1000 tokens)^2 (C2)",
@@ -96,8 +96,11 @@ def _coefficients(found: Calibration) -> Table:
         ("prefill, ms per step (C3)", c.c3_s, 1e3),
         ("decode, ms per step (C4)", c.c4_s_per_weight, weights * 1e3),
         ("decode, ms per 1000 tokens of context (C5)", c.c5_s_per_attention_token, unit * 1e6),
-        ("decode, ms per request (C6)", c.c6_s_per_weight_request, weights * 1e3),
-    )
+    ]
+    rows += [
+        (f"decode, ms more for {one.batch} requests", one, weights * 1e3)
+        for one in c.growth_s_per_weight[1:]
+    ]
     table = _table("coefficient", "value", "90 % interval")
     for name, one, scale in rows:
         table.add_row(name, f"{one.value * scale:.4g}", _interval(one, scale))
@@ -110,7 +113,7 @@ def _interval(one: Fitted, scale: float) -> str:
 
 def _errors(found: Calibration) -> Table:
     table = _table(
-        "error at held-out points", "median", "p90", "limit", "fitted", "held out", "without C6"
+        "error at held-out points", "median", "p90", "limit", "fitted", "held out", "as in the paper"
     )
     for phase, error in found.errors.items():
         table.add_row(

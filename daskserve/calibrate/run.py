@@ -176,7 +176,7 @@ def calibration_of(measured_here: Measured) -> Calibration:
     found, coefficients = fit_with_intervals(model, times, parts.fitted)
     base = _latency(model, hardware, found, config, medians_s)
     predicted_s = predict(base, list(times))
-    paper = fit(model, {p: medians_s[p] for p in parts.fitted}, batch_term=False)
+    paper = fit(model, {p: medians_s[p] for p in parts.fitted}, growth=False)
     paper_s = predict(replace(base, coefficients=paper), list(times))
     errors = judge(parts, medians_s, predicted_s, paper_s)
     overheads = overheads_of(served, base, kv_latency_s)
@@ -191,7 +191,7 @@ def calibration_of(measured_here: Measured) -> Calibration:
     if sharing is None and not served.is_colocated:
         reasons.append("no prompt was computed beside decoding from its start to its end")
     return Calibration(
-        schema_version=2,
+        schema_version=3,
         is_trusted=not reasons,
         why_not=reasons,
         measured_at=datetime.now(UTC).isoformat(timespec="seconds"),

@@ -67,11 +67,12 @@ class CalibratedModel:
         if parallelism != Parallelism():
             raise ModelError(f"the calibration is of one process, not of {parallelism}")
         weights = model.num_active_parameters
+        alone, per_request = self.coefficients, self.decode_extra_per_request_s / weights
         inside = replace(
-            self.coefficients,
-            c3=self.coefficients.c3 + self.prefill_extra_s,
-            c4=self.coefficients.c4 + self.decode_extra_s / weights,
-            c6=self.coefficients.c6 + self.decode_extra_per_request_s / weights,
+            alone,
+            c3=alone.c3 + self.prefill_extra_s,
+            c4=alone.c4 + self.decode_extra_s / weights,
+            growth=tuple((batch, added + per_request * batch) for batch, added in alone.growth),
         )
         paper = PaperModel({1: inside}, self.memory, self.max_batch_size)
         step = paper.step_times(model, self.hardware, parallelism)

@@ -18,7 +18,7 @@ from daskserve.planner.latency.calibrated import CalibratedModel
 from daskserve.planner.latency.paper import PaperCoefficients
 from daskserve.planner.model_spec import ModelSpec
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 
 Phase = Literal["prefill", "decode"]
 
@@ -70,6 +70,12 @@ class Fitted(_Strict):
     high: NotNegative
 
 
+class Growth(Fitted):
+    """What a decode step of ``batch`` requests takes longer than one of the smallest batch."""
+
+    batch: Count
+
+
 class Coefficients(_Strict):
     """See ``PaperCoefficients``."""
 
@@ -78,10 +84,17 @@ class Coefficients(_Strict):
     c3_s: Fitted
     c4_s_per_weight: Fitted
     c5_s_per_attention_token: Fitted
-    c6_s_per_weight_request: Fitted
+    growth_s_per_weight: list[Growth]
 
     def values(self) -> PaperCoefficients:
-        return PaperCoefficients(*(getattr(self, name).value for name in type(self).model_fields))
+        return PaperCoefficients(
+            self.c1_s_per_weight_token.value,
+            self.c2_s_per_attention_token_squared.value,
+            self.c3_s.value,
+            self.c4_s_per_weight.value,
+            self.c5_s_per_attention_token.value,
+            tuple((one.batch, one.value) for one in self.growth_s_per_weight),
+        )
 
 
 class Measurement(_Strict):
@@ -120,7 +133,7 @@ class PhaseError(_Strict):
     p90: NotNegative
     limit: Positive
     paper_median: NotNegative
-    """The same median for the paper's form as printed, without C6."""
+    """The same median for the paper's form as printed, without growth."""
 
 
 class Overheads(_Strict):
@@ -156,7 +169,7 @@ class Sharing(_Strict):
 class Calibration(_Strict):
     """Everything in a profile file."""
 
-    schema_version: Literal[2]
+    schema_version: Literal[3]
     is_trusted: bool
     why_not: list[str]
     measured_at: str
@@ -248,8 +261,8 @@ def _near(key: str, names: list[str]) -> str:
     return f"; did you mean {near[0]}?" if near else ""
 
 
-_ALL = (Calibration, MachineFacts, EngineFacts, HardwareFacts, Fitted, Coefficients, StepPoint,
-        TransferPoint, PhaseError, Overheads, Slowdown, Sharing)  # fmt: skip
+_ALL = (Calibration, MachineFacts, EngineFacts, HardwareFacts, Fitted, Growth, Coefficients,
+        StepPoint, TransferPoint, PhaseError, Overheads, Slowdown, Sharing)  # fmt: skip
 
 
 def _first_problem(error: ValidationError) -> str:

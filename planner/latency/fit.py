@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import astuple, fields
+from itertools import accumulate, pairwise
 
 import numpy as np
 from scipy.optimize import least_squares, nnls
@@ -69,10 +70,13 @@ def _log_errors(roofline: Roofline, model: ModelSpec, gpu: GPU, profile: Profile
     return np.concatenate(errors)
 
 
-def fit_paper_model(model: ModelSpec, profile: Profile, batch_term: bool = False) -> PaperModel:
+def fit_paper_model(
+    model: ModelSpec, profile: Profile, batch_knots: Sequence[int] = ()
+) -> PaperModel:
     """C1..C5 for every TP degree in a profile of one model on one GPU type.
 
-    ``batch_term`` fits C6 too, which the paper does not have.
+    Between ``batch_knots``, rising batch sizes, a decode step also grows with its batch, never
+    falling; the paper has nothing like it.
     """
     coefficients = {}
     unit = attention_unit(model)
@@ -83,10 +87,12 @@ def fit_paper_model(model: ModelSpec, profile: Profile, batch_term: bool = False
         prefill = _relative_fit([*columns, np.ones_like(total)], latency_s)
         tokens, batch, latency_s = profile.rows("decode", tp)
         columns = [np.full_like(tokens, model.num_active_parameters), unit * tokens * batch]
-        if batch_term:
-            columns.append(model.num_active_parameters * batch)
-        decode = _relative_fit(columns, latency_s)
-        coefficients[tp] = PaperCoefficients(*prefill, *decode)
+        for low, high in pairwise(batch_knots):
+            ramp = np.clip((batch - low) / (high - low), 0.0, 1.0)
+            columns.append(model.num_active_parameters * ramp)
+        c4, c5, *risen = _relative_fit(columns, latency_s)
+        growth = zip(batch_knots, accumulate(risen, initial=0.0), strict=bool(batch_knots))
+        coefficients[tp] = PaperCoefficients(*prefill, c4, c5, tuple(growth))
     return PaperModel(coefficients)
 
 

@@ -27,8 +27,10 @@ class PaperCoefficients:
     ``4 h^2 + 2 h m`` per layer; written this way it also holds for gated, grouped and MoE
     models.
 
-    ``c6 * W * B`` is added to ``T_decode`` of a batch of B requests. It is 0 in the paper, whose
-    GPUs read weights for longer than they multiply; on CPUs every request costs.
+    ``growth`` holds pairs (B, c): ``c * W`` is added to ``T_decode`` of a batch of B requests,
+    linear between the pairs. The paper has none, since its GPUs read weights for longer than
+    they multiply; on CPUs more requests cost more, by steps that depend on how products of few
+    rows are computed there.
     """
 
     c1: float
@@ -36,7 +38,14 @@ class PaperCoefficients:
     c3: float
     c4: float
     c5: float
-    c6: float = 0.0
+    growth: tuple[tuple[int, float], ...] = ()
+
+    def decode_s_per_weight(self, batch: np.ndarray) -> np.ndarray:
+        """C4 and what batches of so many requests add."""
+        if not self.growth:
+            return np.full(batch.shape, self.c4)
+        sizes, added = np.array(self.growth).T
+        return self.c4 + np.interp(batch, sizes, added)
 
 
 def attention_unit(model: ModelSpec) -> float:
@@ -67,7 +76,7 @@ class PaperModel:
         if capacity == 0:
             raise ModelError(f"{model.name} does not fit on {parallelism.num_gpus} x {gpu.name}")
         batch = np.arange(self.max_batch_size + 1, dtype=np.float64)
-        base = (c.c4 + c.c6 * batch) * model.num_active_parameters
+        base = c.decode_s_per_weight(batch) * model.num_active_parameters
         base[0] = 0.0
         step = StepTimes(
             prefill_knots_tokens=knots,

@@ -26,7 +26,10 @@ TINY = replace(
     service_batches=(1, 4),
     num_service_rows=2,
 )
-TRUE = PaperCoefficients(2e-12, 3e-11, 0.004, 1.5e-10, 4e-11, 1e-11)
+TRUE = PaperCoefficients(
+    2e-12, 3e-11, 0.004, 1.6e-10, 4e-11,
+    growth=((1, 0.0), (2, 1e-11), (4, 3e-11), (8, 5e-11), (16, 6e-11), (32, 3.1e-10)),
+)  # fmt: skip
 
 
 @pytest.fixture(scope="session")
@@ -53,7 +56,8 @@ def lawful(model):
         if point.phase == "prefill":
             linear = TRUE.c1 * weights * point.total_tokens + TRUE.c3
             return linear + TRUE.c2 * unit * point.batch * point.tokens**2
-        return (TRUE.c4 + TRUE.c6 * point.batch) * weights + TRUE.c5 * unit * point.total_tokens
+        base_s = float(TRUE.decode_s_per_weight(np.array(point.batch))) * weights
+        return base_s + TRUE.c5 * unit * point.total_tokens
 
     def make(noise: float = 0.0) -> dict[Point, list[float]]:
         rng = np.random.default_rng(1)

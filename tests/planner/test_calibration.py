@@ -41,10 +41,10 @@ def document(**changes) -> dict:
         "c3_s": 0.010,
         "c4_s_per_weight": 0.005 / weights,
         "c5_s_per_attention_token": 0.0,
-        "c6_s_per_weight_request": 0.001 / weights,
     }
+    growth = [fitted(0.001 * b / weights) | {"batch": b} for b in (1, 4, 24)]
     return {
-        "schema_version": 2,
+        "schema_version": 3,
         "is_trusted": True,
         "why_not": [],
         "measured_at": "2026-01-01T00:00:00+00:00",
@@ -71,7 +71,8 @@ def document(**changes) -> dict:
             "memory_bytes_per_s": 1e14,
             "link_bytes_per_s": 2e9,
         },
-        "coefficients": {name: fitted(value) for name, value in coefficients.items()},
+        "coefficients": {name: fitted(value) for name, value in coefficients.items()}
+        | {"growth_s_per_weight": growth},
         "errors": {phase: error | {"paper_median": 0.3} for phase in ("prefill", "decode")},
         "steps": [
             measured(0.0126)
@@ -139,7 +140,7 @@ def test_other_hardware_models_and_splits_are_refused(write):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"schema_version": 1, "new": 1}, "schema_version=1; this reads version 2"),
+        ({"schema_version": 1, "new": 1}, "schema_version=1; this reads version 3"),
         ({"is_trustd": True}, "is_trustd is not a key; did you mean is_trusted?"),
         ({"is_trusted": "yes"}, "is_trusted: Input should be a valid boolean"),
         ({"overheads": {"is_colocated": False}}, "overheads.dispatch: Field required"),
@@ -157,7 +158,7 @@ def test_what_is_wrong_is_named(write, changes, message):
 
 
 def test_no_json_and_no_file(tmp_path):
-    (tmp_path / "half.json").write_text('{"schema_version": 2')
+    (tmp_path / "half.json").write_text('{"schema_version": 3')
     with pytest.raises(ConfigError, match="half.json: Invalid JSON"):
         read_calibration(tmp_path / "half.json")
     with pytest.raises(ConfigError, match="cannot read"):

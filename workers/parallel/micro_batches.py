@@ -14,7 +14,7 @@ from daskserve.workers.forward import ForwardBatch
 
 MIN_TOKENS = 128
 """Smaller micro-batches of prompts cost more, since products of few rows are slow, than they save
-in waiting: on AVX2 cores 64 rows are multiplied at two thirds of the rate of 128."""
+in waiting."""
 
 MAX_PER_STAGE = 4
 

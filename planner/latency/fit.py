@@ -102,6 +102,7 @@ def _relative_fit(columns: list[np.ndarray], latency_s: np.ndarray) -> list[floa
         raise ConfigError(f"no data: {len(latency_s)} rows cannot fit {len(columns)} coefficients")
     matrix = np.stack(columns, axis=1) / latency_s[:, None]
     scale = matrix.max(axis=0)
+    scale[scale == 0.0] = 1.0  # what no row shows gets 0
     found, _ = nnls(matrix / scale, np.ones(len(latency_s)))
     return [float(value) for value in found / scale]
 

@@ -68,7 +68,7 @@ def test_a_fit_of_lawful_times_is_trusted(model, lawful):
 def test_times_of_another_law_are_not_trusted_and_the_worst_step_is_named(model, lawful):
     times = lawful(0.01)
     for point in times:
-        if point.phase == "decode" and point.batch % 4 == 0 and point.batch > 2:
+        if point.phase == "decode" and point.tokens == 256:
             times[point] = [5 * value for value in times[point]]
     errors, reasons = judged(model, times)
     assert errors["decode"].median > LIMIT > errors["prefill"].median

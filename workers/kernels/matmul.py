@@ -18,7 +18,7 @@ import numpy as np
 from llvmlite import ir
 from numba import types
 
-from daskserve.workers.kernels.cpu import COMPILES_AMX, HAS_AVX512_BF16
+from daskserve.workers.kernels.cpu import COMPILES_AMX, HAS_AVX512, HAS_AVX512_BF16
 from daskserve.workers.kernels.jit import kernel, pointer
 from daskserve.workers.kernels.vector import (
     call_llvm,
@@ -40,6 +40,9 @@ ROWS = 32
 """Weight rows of one call: two groups of 16; the output is ``[blocks][32][16]`` float32."""
 STEP_BYTES, STEP_INPUT_BYTES = 64, 1024
 _GROUP_BYTES = 16 * 64  # 16 rows of 16 float32 lanes in the output
+_ACCUMULATORS = 16 if HAS_AVX512 else 4
+"""Vectors of 16 lanes that are summed up at a time: half of 32 registers of their width, or two
+halves each of 16 narrower registers. More would live in memory."""
 
 _VOID, _I8 = ir.VoidType(), ir.IntType(8)
 _BYTES = _I8.as_pointer()
@@ -96,10 +99,10 @@ def _emit_tiles(builder, groups, row_bytes, sources, steps, out, ahead, fetch: b
 
 
 def _emit_vectors(multiply: Callable) -> Callable:
-    """Multiply-adds with 16 accumulators in registers, 8 or 16 rows at a time."""
+    """Multiply-adds of as many rows at a time as there are accumulators for."""
 
     def emit(builder, groups, row_bytes, sources, steps, out, ahead, fetch: bool) -> None:
-        num_rows = 16 // len(sources)
+        num_rows = _ACCUMULATORS // len(sources)
         part, _, close_part = loop(builder, i64(ROWS // num_rows), [])
         start = builder.mul(part, i64(num_rows))
         in_second = builder.icmp_signed(">=", start, i64(16))
@@ -112,7 +115,7 @@ def _emit_vectors(multiply: Callable) -> Callable:
             for block in range(len(sources))
         ]
         quarters = builder.mul(steps, i64(4))
-        index, sums, close = loop(builder, quarters, [ir.Constant(v16f, None)] * 16)
+        index, sums, close = loop(builder, quarters, [ir.Constant(v16f, None)] * _ACCUMULATORS)
         column = builder.mul(index, i64(STEP_BYTES // 4))
         inputs = [_offset(builder, source, index, STEP_INPUT_BYTES // 4) for source in sources]
         rows_here = [

@@ -1,4 +1,4 @@
-"""A Llama of 48 million random weights, for machines on which SmolLM2 is too slow to be run for hours.
+"""A Llama of 48 million random weights, for hours of runs on machines where SmolLM2 is slow.
 
 What a step takes does not depend on what the weights are, so a model that nobody trained shows as
 well as any other whether the simulator is right.

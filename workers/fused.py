@@ -69,6 +69,8 @@ class FusedDecoder:
         self.team = Team(num_threads)
         self._kept: list[torch.Tensor] = []  # whatever the addresses point to
         self.decoder = self._describe(model, facts)
+        of_few = matmul.compile_product(product_kind(model.dtype), of_few=True)
+        self._decoder_of_few = self.decoder._replace(product=of_few)
         self.lanes = Lanes(self.decoder, self.team)
 
     def _address(self, tensor: torch.Tensor | None) -> int:
@@ -84,8 +86,10 @@ class FusedDecoder:
         dtype = attention[0].q_proj.weight.dtype
         projections = [(a.q_proj, a.k_proj, a.v_proj) for a in attention]
         address = self._address
+        product = matmul.compile_product(product_kind(dtype))
         return tables.Decoder(
-            product=matmul.compile_product(product_kind(dtype)),
+            product=product,
+            attention=product,
             element=dtype.itemsize,
             num_layers=len(layers),
             hidden=config.hidden_size,
@@ -119,7 +123,9 @@ class FusedDecoder:
         count = batch.num_rows * self.decoder.vocab
         logits = self.lanes.buffers.get("logits", count * 4)
         work, step = self.lanes.lay_out(batch, pages, logits.data_ptr())
-        self.team.run(run_step, self.team.num_threads, self.decoder, work, step)
+        is_few = len(batch.token_ids) <= matmul.FEW_LANES
+        decoder = self._decoder_of_few if is_few else self.decoder
+        self.team.run(run_step, self.team.num_threads, decoder, work, step)
         return logits[: count * 4].view(torch.float32).view(batch.num_rows, self.decoder.vocab)
 
 

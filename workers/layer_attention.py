@@ -48,11 +48,13 @@ class LayerAttention:
     def __init__(self, facts: list[LayerFacts], dtype: torch.dtype, num_threads: int) -> None:
         windows = torch.tensor([fact.window or 0 for fact in facts])
         self._windows = windows  # the kernels read it through its address
+        product = matmul.compile_product(product_kind(dtype))
         absent = dict.fromkeys(tables.Decoder._fields, 0)
         self.decoder = tables.Decoder(
             **absent
             | dict(
-                product=matmul.compile_product(product_kind(dtype)),
+                product=product,
+                attention=product,
                 element=dtype.itemsize,
                 num_layers=len(facts),
                 num_heads=facts[0].num_heads,

@@ -113,7 +113,7 @@ def _interval(one: Fitted, scale: float) -> str:
 
 def _errors(found: Calibration) -> Table:
     table = _table(
-        "error at held-out points", "median", "p90", "limit", "fitted", "held out", "as in the paper"
+        "error at held-out points", "median", "p90", "limit", "fitted", "held out", "paper's"
     )
     for phase, error in found.errors.items():
         table.add_row(

@@ -35,14 +35,14 @@ def attend_layer(thread, num_threads, decoder, work, step, layer, packed):
 
     Of ``decoder`` only the fields that describe attention are read.
     """
-    open_tiles(decoder.product, work.tiles)
+    open_tiles(decoder.attention, work.tiles)
     _take_in(thread, num_threads, decoder, work, step, layer, packed)
     wait_for_all(work.sync, num_threads)
     if step.has_prompts:
         spread_values(thread, num_threads, decoder, work, step, layer)
         wait_for_all(work.sync, num_threads)
     attend(thread, decoder, work, step, layer, work.scratch + thread * work.scratch_bytes)
-    close_tiles(decoder.product)
+    close_tiles(decoder.attention)
     wait_for_all(work.sync, num_threads)
     if thread == 0:
         reset(work.sync + 8 * COUNTER)

@@ -21,6 +21,7 @@ from numba import types
 from daskserve.workers.kernels.cpu import COMPILES_AMX, HAS_AVX512, HAS_AVX512_BF16
 from daskserve.workers.kernels.jit import kernel, pointer
 from daskserve.workers.kernels.vector import (
+    LANES,
     call_llvm,
     define,
     f32,
@@ -43,6 +44,10 @@ _GROUP_BYTES = 16 * 64  # 16 rows of 16 float32 lanes in the output
 _ACCUMULATORS = 16 if HAS_AVX512 else 4
 """Vectors of 16 lanes that are summed up at a time: half of 32 registers of their width, or two
 halves each of 16 narrower registers. More would live in memory."""
+FEW_LANES = LANES if HAS_AVX512 else LANES // 2
+"""Lanes of one register: a block with no more tokens than that costs half where it is half."""
+_FEW_ROWS = _ACCUMULATORS * LANES // FEW_LANES
+"""Rows at a time of such a block; as with ``_ACCUMULATORS``, so many rows on is what comes next."""
 
 _VOID, _I8 = ir.VoidType(), ir.IntType(8)
 _BYTES = _I8.as_pointer()
@@ -98,55 +103,68 @@ def _emit_tiles(builder, groups, row_bytes, sources, steps, out, ahead, fetch: b
             tile("tilestored64", accumulator(group, block), builder.inttoptr(at, _BYTES), i64(64))
 
 
-def _emit_vectors(multiply: Callable) -> Callable:
-    """Multiply-adds of as many rows at a time as there are accumulators for."""
+def _emit_vectors(multiply: Callable, lanes: int = LANES) -> Callable:
+    """Multiply-adds of as many rows at a time as there are accumulators for.
+
+    With fewer ``lanes`` than 16 those behind come out as 0.
+    """
+    kind = ir.VectorType(f32, lanes)
+    zeros, all_lanes = ir.Constant(kind, None), ir.Constant(v16i, list(range(LANES)))
+    num_sums = _ACCUMULATORS * LANES // lanes
 
     def emit(builder, groups, row_bytes, sources, steps, out, ahead, fetch: bool) -> None:
-        num_rows = _ACCUMULATORS // len(sources)
+        # Two blocks together load a weight once for both, which takes many registers.
+        turns = [sources] if HAS_AVX512 else [[source] for source in sources]
+        num_rows = num_sums // len(turns[0])
         part, _, close_part = loop(builder, i64(ROWS // num_rows), [])
         start = builder.mul(part, i64(num_rows))
         in_second = builder.icmp_signed(">=", start, i64(16))
         group = builder.select(in_second, groups[1], groups[0])
         rows = builder.add(group, builder.mul(row_bytes, builder.and_(start, i64(15))))
         target = builder.add(out, builder.mul(start, i64(64)))
-        targets = [
-            builder.add(target, i64(block * 2 * _GROUP_BYTES + row * 64))
-            for row in range(num_rows)
-            for block in range(len(sources))
-        ]
-        quarters = builder.mul(steps, i64(4))
-        index, sums, close = loop(builder, quarters, [ir.Constant(v16f, None)] * _ACCUMULATORS)
+        for number, together in enumerate(turns):
+            next_rows = builder.add(rows, ahead) if fetch and number == 0 else None
+            sums = sum_up(builder, (rows, row_bytes, num_rows), together, steps, next_rows)
+            for slot, value in enumerate(sums):
+                row, block = divmod(slot, len(together))
+                at = (number + block) * 2 * _GROUP_BYTES + row * 64
+                if lanes < LANES:
+                    value = builder.shuffle_vector(value, zeros, all_lanes)
+                store_value(builder, builder.add(target, i64(at)), value)
+        close_part([])
+
+    def sum_up(builder, some_rows, sources, steps, next_rows) -> list[ir.Value]:
+        rows, row_bytes, num_rows = some_rows
+        index, sums, close = loop(builder, builder.mul(steps, i64(4)), [zeros] * num_sums)
         column = builder.mul(index, i64(STEP_BYTES // 4))
         inputs = [_offset(builder, source, index, STEP_INPUT_BYTES // 4) for source in sources]
         rows_here = [
             builder.add(_offset(builder, rows, row_bytes, row), column) for row in range(num_rows)
         ]
-        multiply(builder, rows_here, inputs, sums)
+        multiply(builder, rows_here, inputs, sums, kind)
         # A quarter of the rows in each quarter of a step: every line once.
-        for row in range(num_rows // 4 if fetch else 0):
+        for row in range(num_rows // 4 if next_rows is not None else 0):
             turn = builder.mul(builder.and_(index, i64(3)), i64(num_rows // 4))
-            at = builder.add(rows, builder.mul(row_bytes, builder.add(turn, i64(row))))
-            prefetch_line(builder, builder.add(builder.add(at, ahead), column))
+            at = builder.add(next_rows, builder.mul(row_bytes, builder.add(turn, i64(row))))
+            prefetch_line(builder, builder.add(at, column))
         close(sums)
-        for target, value in zip(targets, sums, strict=True):
-            store_value(builder, target, value)
-        close_part([])
+        return sums
 
     return emit
 
 
 def _fma(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Value:
-    return call_llvm(builder, "llvm.fma.v16f32", v16f, [a, b, c])
+    return call_llvm(builder, f"llvm.fma.v{a.type.count}f32", a.type, [a, b, c])
 
 
-def _multiply_float32(builder, rows, inputs, sums) -> None:
+def _multiply_float32(builder, rows, inputs, sums, kind) -> None:
     vectors = [
-        [load_value(builder, builder.add(x, i64(64 * k)), v16f) for x in inputs] for k in range(4)
+        [load_value(builder, builder.add(x, i64(64 * k)), kind) for x in inputs] for k in range(4)
     ]
     for row, address in enumerate(rows):
         for k in range(4):  # one after the other: the row's address stays in a register
             weight = load_value(builder, builder.add(address, i64(4 * k)), f32)
-            weight = splat_value(builder, weight)
+            weight = splat_value(builder, weight, kind.count)
             for block, vector in enumerate(vectors[k]):
                 slot = row * len(inputs) + block
                 sums[slot] = _fma(builder, weight, vector, sums[slot])
@@ -154,25 +172,28 @@ def _multiply_float32(builder, rows, inputs, sums) -> None:
 
 def _halves(builder: ir.IRBuilder, pairs: ir.Value) -> tuple[ir.Value, ir.Value]:
     """The lower and the upper bfloat16 of each lane as float32."""
-    low = builder.shl(pairs, ir.Constant(v16i, [16] * 16))
-    high = builder.and_(pairs, ir.Constant(v16i, [-65536] * 16))
-    return builder.bitcast(low, v16f), builder.bitcast(high, v16f)
+    lanes = pairs.type.count
+    low = builder.shl(pairs, ir.Constant(pairs.type, [16] * lanes))
+    high = builder.and_(pairs, ir.Constant(pairs.type, [-65536] * lanes))
+    kind = ir.VectorType(f32, lanes)
+    return builder.bitcast(low, kind), builder.bitcast(high, kind)
 
 
-def _multiply_bfloat16(builder, rows, inputs, sums) -> None:
+def _multiply_bfloat16(builder, rows, inputs, sums, kind) -> None:
+    words = ir.VectorType(i32, kind.count)
     for pair in range(4):
-        loaded = [load_value(builder, builder.add(x, i64(64 * pair)), v16i) for x in inputs]
+        loaded = [load_value(builder, builder.add(x, i64(64 * pair)), words) for x in inputs]
         vectors = [_halves(builder, pairs) for pairs in loaded]
         for row, address in enumerate(rows):
             weight = load_value(builder, builder.add(address, i64(4 * pair)), i32)
-            low, high = _halves(builder, splat_value(builder, weight))
+            low, high = _halves(builder, splat_value(builder, weight, kind.count))
             for block, (even, odd) in enumerate(vectors):
                 slot = row * len(inputs) + block
                 sums[slot] = _fma(builder, low, even, sums[slot])
                 sums[slot] = _fma(builder, high, odd, sums[slot])
 
 
-def _multiply_pairs(builder, rows, inputs, sums) -> None:
+def _multiply_pairs(builder, rows, inputs, sums, kind) -> None:
     """Products of two bfloat16 pairs at a time, where the CPU has them."""
     if not HAS_AVX512_BF16:
         return
@@ -193,8 +214,10 @@ def _kind(emit: Callable, fetch: bool = False) -> tuple[Callable, Callable]:
 
 _tiles_1, _tiles_2 = _kind(_emit_tiles)
 _tiles_1_ahead, _tiles_2_ahead = _kind(_emit_tiles, fetch=True)
-_float32_1, _float32_2 = _kind(_emit_vectors(_multiply_float32))
-_bfloat16_1, _bfloat16_2 = _kind(_emit_vectors(_multiply_bfloat16))
+_float32_1, _float32_2 = _kind(_emit_vectors(_multiply_float32), fetch=not HAS_AVX512)
+_bfloat16_1, _bfloat16_2 = _kind(_emit_vectors(_multiply_bfloat16), fetch=not HAS_AVX512)
+_float32_few = _product(_emit_vectors(_multiply_float32, FEW_LANES), 1, fetch=True)
+_bfloat16_few = _product(_emit_vectors(_multiply_bfloat16, FEW_LANES), 1, fetch=True)
 _pairs_1, _pairs_2 = _kind(_emit_vectors(_multiply_pairs))
 _pairs_1_ahead, _pairs_2_ahead = _kind(_emit_vectors(_multiply_pairs), fetch=True)
 
@@ -217,22 +240,32 @@ def _tiles_two(first, second, row_bytes, source, stride, steps, out, ahead):
 
 @pointer(_SIGNATURE)
 def _float32_one(first, second, row_bytes, source, stride, steps, out, ahead):
-    _float32_1(first, second, row_bytes, source, stride, steps, out, ahead)
+    _float32_1(first, second, row_bytes, source, stride, steps, out, row_bytes * _ACCUMULATORS)
 
 
 @pointer(_SIGNATURE)
 def _float32_two(first, second, row_bytes, source, stride, steps, out, ahead):
-    _float32_2(first, second, row_bytes, source, stride, steps, out, ahead)
+    _float32_2(first, second, row_bytes, source, stride, steps, out, row_bytes * _ACCUMULATORS)
 
 
 @pointer(_SIGNATURE)
 def _bfloat16_one(first, second, row_bytes, source, stride, steps, out, ahead):
-    _bfloat16_1(first, second, row_bytes, source, stride, steps, out, ahead)
+    _bfloat16_1(first, second, row_bytes, source, stride, steps, out, row_bytes * _ACCUMULATORS)
 
 
 @pointer(_SIGNATURE)
 def _bfloat16_two(first, second, row_bytes, source, stride, steps, out, ahead):
-    _bfloat16_2(first, second, row_bytes, source, stride, steps, out, ahead)
+    _bfloat16_2(first, second, row_bytes, source, stride, steps, out, row_bytes * _ACCUMULATORS)
+
+
+@pointer(_SIGNATURE)
+def _float32_one_of_few(first, second, row_bytes, source, stride, steps, out, ahead):
+    _float32_few(first, second, row_bytes, source, stride, steps, out, row_bytes * _FEW_ROWS)
+
+
+@pointer(_SIGNATURE)
+def _bfloat16_one_of_few(first, second, row_bytes, source, stride, steps, out, ahead):
+    _bfloat16_few(first, second, row_bytes, source, stride, steps, out, row_bytes * _FEW_ROWS)
 
 
 @pointer(_SIGNATURE)
@@ -260,11 +293,15 @@ class Product(NamedTuple):
     uses_tiles: bool
 
 
-def compile_product(kind: str) -> Product:
+def compile_product(kind: str, of_few: bool = False) -> Product:
     """The product for ``float32`` or ``bfloat16``, which more CPUs have instructions for.
 
-    ``pairs`` takes two products in one instruction, ``tiles`` goes through matrix tiles.
+    ``pairs`` takes two products in one instruction, ``tiles`` goes through matrix tiles. That
+    ``of_few`` computes no more than ``FEW_LANES`` of a single block, where that is cheaper.
     """
+    if of_few and FEW_LANES < LANES and kind in ("float32", "bfloat16"):
+        one = _float32_one_of_few if kind == "float32" else _bfloat16_one_of_few
+        return compile_product(kind)._replace(one=one())
     one, two = {
         "float32": (_float32_one, _float32_two),
         "bfloat16": (_bfloat16_one, _bfloat16_two),

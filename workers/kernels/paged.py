@@ -171,7 +171,7 @@ def _attend_decode(decoder, work, step, layer, item, window, scratch):
     hidden = max(0, position - window + 1) - start if window != 0 else 0
     while start <= position:
         end = min(start + KEYS_BLOCK, position + 1)
-        _scores(decoder.product, pages, start, end, query, scores, position + 1)
+        _scores(decoder.attention, pages, start, end, query, scores, position + 1)
         for member in range(0, group, 4):
             for key in range(0, end - start, LANES):
                 row = weights + member * KEYS_BLOCK * 4 + key * 4
@@ -283,7 +283,7 @@ def _attend_prompt(decoder, work, step, layer, item, window, scratch):
     tile, scores = scratch, scratch + ROWS * 64
     for member in range(head * group, (head + 1) * group):
         query = work.query + (block * decoder.num_heads + member) * words * 64
-        _scores(decoder.product, pages, start, end, query, scores, 0)
+        _scores(decoder.attention, pages, start, end, query, scores, 0)
         inverse = _prompt_weights(decoder, scores, start, end, padded, position, window)
         columns, row_bytes = _values_of(decoder, work, step, row, head)
         columns += start * decoder.element
@@ -291,7 +291,7 @@ def _attend_prompt(decoder, work, step, layer, item, window, scratch):
             first = columns + feature * row_bytes
             second = first + LANES * row_bytes
             steps = padded * decoder.element // STEP_BYTES
-            multiply(decoder.product, 1, first, second, row_bytes, scores, 0, steps, tile, 0)
+            multiply(decoder.attention, 1, first, second, row_bytes, scores, 0, steps, tile, 0)
             for at in range(0, ROWS, 2):
                 a, b = load(tile + at * 64) * inverse, load(tile + at * 64 + 64) * inverse
                 pack(decoder.element, attended, member * decoder.head_dim + feature + at, a, b)

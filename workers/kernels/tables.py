@@ -19,6 +19,9 @@ class Decoder(NamedTuple):
     """A model of the Llama family. Addresses of absent parts are 0."""
 
     product: Product
+    """Of the weights."""
+    attention: Product
+    """Of keys and values."""
     element: int
     """Bytes of one weight, input or KV value: 2 or 4."""
     num_layers: int

@@ -66,11 +66,12 @@ class _IntModel(models.PrimitiveModel):
         super().__init__(dmm, fe_type, v16i)
 
 
-def splat_value(builder: ir.IRBuilder, scalar: ir.Value) -> ir.Value:
+def splat_value(builder: ir.IRBuilder, scalar: ir.Value, lanes: int = LANES) -> ir.Value:
     """IR of a vector whose lanes all hold ``scalar``."""
-    vector = ir.VectorType(scalar.type, LANES)
+    vector, places = ir.VectorType(scalar.type, lanes), ir.VectorType(i32, lanes)
     first = builder.insert_element(ir.Constant(vector, ir.Undefined), scalar, i32(0))
-    return builder.shuffle_vector(first, ir.Constant(vector, ir.Undefined), ir.Constant(v16i, None))
+    empty = ir.Constant(vector, ir.Undefined)
+    return builder.shuffle_vector(first, empty, ir.Constant(places, None))
 
 
 def load_value(builder: ir.IRBuilder, address: ir.Value, kind: ir.Type) -> ir.Value:

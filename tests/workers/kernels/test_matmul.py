@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from daskserve.workers.kernels.cpu import HAS_AVX512_BF16, has_amx
 from daskserve.workers.kernels.jit import kernel
 from daskserve.workers.kernels.matmul import (
+    FEW_LANES,
     ROWS,
     close_tiles,
     compile_product,
@@ -65,3 +66,25 @@ def test_equals_numpy(kind: str, num_blocks: int, steps: int, seed: int, ahead: 
     expected = inputs.double().numpy() @ weights.double().numpy().T
     got = out.transpose(0, 2, 1).reshape(expected.shape)
     assert np.abs(got - expected).max() < 1e-5 * k
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_of_few_tokens_every_sum_is_the_same_to_the_bit(kind: str) -> None:
+    """A request's tokens may not depend on how many others decode beside it."""
+    dtype = torch.float32 if kind == "float32" else torch.bfloat16
+    k = 9 * 64 // dtype.itemsize
+    generator = torch.Generator().manual_seed(0)
+    weights = torch.randn(ROWS, k, generator=generator).to(dtype)
+    source, tiles = packed(torch.randn(LANES, k, generator=generator).to(dtype)), tile_config()
+    sides = []
+    for of_few in (False, True):
+        out = np.full((ROWS, LANES), np.nan, "f4")
+        _run(
+            *(compile_product(kind, of_few), tiles.ctypes.data, 1),
+            *(weights.data_ptr(), k * dtype.itemsize, source.data_ptr()),
+            *(k * dtype.itemsize * LANES, 9, out.ctypes.data, 0),
+        )
+        sides.append(out)
+    all_lanes, few = sides
+    assert (few[:, :FEW_LANES] == all_lanes[:, :FEW_LANES]).all()
+    assert np.isfinite(few).all()

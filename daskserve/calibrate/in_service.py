@@ -22,10 +22,10 @@ from daskserve.service import Service
 PROMPT_TOKENS = 16
 """Of what decodes: short, so that a batch is soon together."""
 
-BESIDE_TOKENS = 64
+BESIDE_TOKENS = 128
 """Of each prompt that is computed beside decoding."""
 
-_NUM_STEPS = 16
+_NUM_STEPS = 32
 _TIMEOUT_S = 300.0
 _BESIDE_IN_FLIGHT = 2
 

@@ -138,11 +138,13 @@ def _overheads(found: Calibration) -> Table:
         ("prefill step in a service, more than alone", added.prefill_extra),
         ("decode step in a service, more than alone", added.decode_extra),
     ]
-    per_request_s, sharing = added.decode_extra_per_request_s, found.sharing
+    per_token_s, per_request_s = added.prefill_extra_per_token_s, added.decode_extra_per_request_s
+    sharing = found.sharing
     rows += [(_transfer_name(point), point) for point in found.kv_transfers]
     for name, one in rows:
         table.add_row(name, f"{one.median_s * 1e3:.2f}", _share(one), str(one.num_repeats))
-    table.add_row("and for each request of its batch", f"{per_request_s * 1e3:.2f}")
+    table.add_row("prefill: and for 1,000 tokens of its prompts", f"{per_token_s * 1e6:.2f}")
+    table.add_row("decode: and for each request of its batch", f"{per_request_s * 1e3:.2f}")
     for name, share in (
         (("prefill", sharing.prefill), ("decode", sharing.decode)) if sharing else ()
     ):

@@ -183,6 +183,7 @@ def calibration_of(measured_here: Measured) -> Calibration:
     inside = replace(
         base,
         prefill_extra_s=overheads.prefill_extra.median_s,
+        prefill_extra_per_token_s=overheads.prefill_extra_per_token_s,
         decode_extra_s=overheads.decode_extra.median_s,
         decode_extra_per_request_s=overheads.decode_extra_per_request_s,
     )

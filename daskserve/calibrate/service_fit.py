@@ -15,7 +15,7 @@ from daskserve.calibrate.handing_over import HandOver, measurement
 from daskserve.calibrate.in_service import DecodeSteps, PrefillStep
 from daskserve.core.placement import Parallelism
 from daskserve.planner.latency import CalibratedModel
-from daskserve.planner.latency.calibration import Overheads, Sharing, Slowdown
+from daskserve.planner.latency.calibration import Measurement, Overheads, Sharing, Slowdown
 from daskserve.planner.step_times import StepTimes
 
 
@@ -48,23 +48,38 @@ def overheads_of(served: Served, latency: CalibratedModel, kv_latency_s: float) 
     Steps that come out shorter in a service count as equal.
     """
     step = _times(latency)
-    prefill = [a.timeline.prefill_s - step.prefill_s(a.prompt_tokens) for a in served.alone]
+    prefill = [(a.timeline.prefill_s, step.prefill_s(a.prompt_tokens)) for a in served.alone]
+    prefill_extra, per_token_s = _extra(prefill, [a.prompt_tokens for a in served.alone])
     rows = [row for row in served.decodes if not row.is_beside]
-    extra = [row.step_s - step.decode_s(row.batch, row.context_tokens) for row in rows]
-    batches = np.array([float(row.batch) for row in rows])
-    weight = 1.0 / np.array([row.step_s for row in rows])
-    matrix = np.stack([np.ones_like(batches), batches], axis=1) * weight[:, None]
-    (base_s, per_request_s), _ = nnls(matrix, np.maximum(extra * weight, 0.0))
-    left = np.array(extra) - per_request_s * batches
+    decode = [(row.step_s, step.decode_s(row.batch, row.context_tokens)) for row in rows]
+    decode_extra, per_request_s = _extra(decode, [row.batch for row in rows])
     return Overheads(
         is_colocated=served.is_colocated,
         dispatch=measurement([a.timeline.prefill_queue_s for a in served.alone]),
         hand_over=measurement([a.timeline.decode_queue_s for a in served.apart]),
-        prefill_extra=measurement(prefill),
-        decode_extra=measurement(left).model_copy(update={"median_s": float(base_s)}),
-        decode_extra_per_request_s=float(per_request_s),
+        prefill_extra=prefill_extra,
+        prefill_extra_per_token_s=per_token_s,
+        decode_extra=decode_extra,
+        decode_extra_per_request_s=per_request_s,
         kv_latency_s=kv_latency_s,
     )
+
+
+def _extra(
+    steps: Sequence[tuple[float, float]], sizes: Sequence[float]
+) -> tuple[Measurement, float]:
+    """What steps, given as ``(there_s, alone_s)``, take longer: always, and for each of a size.
+
+    The line with the least squared error relative to the steps; its spread is of what is left.
+    """
+    there_s, alone_s = np.array(steps).T
+    size, extra_s = np.array(sizes, float), there_s - alone_s
+    matrix = np.stack([np.ones_like(size), size], axis=1) / there_s[:, None]
+    scale = matrix.max(axis=0)
+    found, _ = nnls(matrix / scale, np.maximum(extra_s / there_s, 0.0))
+    base_s, each_s = (found / scale).tolist()
+    left = measurement(extra_s - each_s * size)
+    return left.model_copy(update={"median_s": base_s}), each_s
 
 
 def sharing_of(served: Served, latency: CalibratedModel) -> Sharing | None:

@@ -33,9 +33,9 @@ class CalibratedModel:
         From a request's submission to an idle prefill instance that starts on it.
     hand_over_s
         From the first token to the first decode step, without the bytes of the KV.
-    prefill_extra_s, decode_extra_s, decode_extra_per_request_s
+    prefill_extra_s, prefill_extra_per_token_s, decode_extra_s, decode_extra_per_request_s
         What a step in a service takes longer than a step by itself: always, and for each
-        request that it decodes.
+        prompt token or request of it.
     prefill_slowdown, decode_slowdown
         What steps take longer beside an instance of the other role, see `Deployment`.
     """
@@ -48,6 +48,7 @@ class CalibratedModel:
     dispatch_s: float = 0.0
     hand_over_s: float = 0.0
     prefill_extra_s: float = 0.0
+    prefill_extra_per_token_s: float = 0.0
     decode_extra_s: float = 0.0
     decode_extra_per_request_s: float = 0.0
     prefill_slowdown: float = 0.0
@@ -70,6 +71,7 @@ class CalibratedModel:
         alone, per_request = self.coefficients, self.decode_extra_per_request_s / weights
         inside = replace(
             alone,
+            c1=alone.c1 + self.prefill_extra_per_token_s / weights,
             c3=alone.c3 + self.prefill_extra_s,
             c4=alone.c4 + self.decode_extra_s / weights,
             growth=tuple((batch, added + per_request * batch) for batch, added in alone.growth),
@@ -81,7 +83,11 @@ class CalibratedModel:
     def alone(self) -> CalibratedModel:
         """The same without what a service adds to its steps."""
         return replace(
-            self, prefill_extra_s=0.0, decode_extra_s=0.0, decode_extra_per_request_s=0.0
+            self,
+            prefill_extra_s=0.0,
+            prefill_extra_per_token_s=0.0,
+            decode_extra_s=0.0,
+            decode_extra_per_request_s=0.0,
         )
 
     def on(self, cluster: Cluster) -> Cluster:

@@ -146,6 +146,7 @@ class Overheads(_Strict):
     dispatch: Measurement
     hand_over: Measurement
     prefill_extra: Measurement
+    prefill_extra_per_token_s: NotNegative
     decode_extra: Measurement
     decode_extra_per_request_s: NotNegative
     kv_latency_s: NotNegative
@@ -204,6 +205,7 @@ class Calibration(_Strict):
             dispatch_s=added.dispatch.median_s,
             hand_over_s=added.hand_over.median_s + added.kv_latency_s,
             prefill_extra_s=added.prefill_extra.median_s,
+            prefill_extra_per_token_s=added.prefill_extra_per_token_s,
             decode_extra_s=added.decode_extra.median_s,
             decode_extra_per_request_s=added.decode_extra_per_request_s,
             prefill_slowdown=sharing.prefill.median if sharing else 0.0,

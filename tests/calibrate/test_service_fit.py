@@ -25,10 +25,10 @@ def latency(model, true):
 
 @pytest.fixture
 def served(latency):
-    """Prefill 5 ms longer; decode 2 ms and 0.5 ms per request; beside, +10 % and +30 %."""
+    """Prefill 5 ms and 10 us per token longer; decode 2 ms and 0.5 ms per request; beside, +10 % and +30 %."""
     step = latency.step_times(latency.model, latency.hardware, Parallelism())
     answers = [
-        HandOver(n, Timeline(0.003, step.prefill_s(n) + 0.005, 0.01, 0.002, 1.0))
+        HandOver(n, Timeline(0.003, step.prefill_s(n) + 0.005 + 1e-5 * n, 0.01, 0.002, 1.0))
         for n in (32, 128, 512)
     ]
 
@@ -38,8 +38,9 @@ def served(latency):
 
     rows = [row(batch, slowed) for batch in (1, 4, 16) for slowed in (0.0, 0.3)]
     beside = [
-        PrefillStep((n,) * count, 4, (step.prefill_s(n * count, count * n**2) + 0.005) * 1.1)
+        PrefillStep((n,) * count, 4, (step.prefill_s(n * count, count * n**2) + own_s) * 1.1)
         for n, count in ((64, 1), (128, 2))
+        for own_s in [0.005 + 1e-5 * n * count]
     ]
     return Served(answers, answers, rows, beside, is_colocated=False)
 
@@ -49,6 +50,7 @@ def test_overheads_are_what_the_fit_does_not_explain(served, latency):
     assert found.dispatch.median_s == pytest.approx(0.003)
     assert found.hand_over.median_s == pytest.approx(0.002)
     assert found.prefill_extra.median_s == pytest.approx(0.005)
+    assert found.prefill_extra_per_token_s == pytest.approx(1e-5)
     assert found.decode_extra.median_s == pytest.approx(0.002)
     assert found.decode_extra_per_request_s == pytest.approx(0.0005)
     assert found.kv_latency_s == 0.0007
@@ -58,6 +60,7 @@ def test_what_instances_cost_each_other_comes_on_top_of_the_overheads(served, la
     inside = replace(
         latency,
         prefill_extra_s=0.005,
+        prefill_extra_per_token_s=1e-5,
         decode_extra_s=0.002,
         decode_extra_per_request_s=0.0005,
     )

@@ -85,6 +85,7 @@ def document(**changes) -> dict:
             "dispatch": measured(0.1),
             "hand_over": measured(0.003),
             "prefill_extra": measured(0.002),
+            "prefill_extra_per_token_s": 0.0,
             "decode_extra": measured(0.004),
             "decode_extra_per_request_s": 0.0005,
             "kv_latency_s": 0.001,

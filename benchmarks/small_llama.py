@@ -15,6 +15,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from daskserve.models import byte_tokenizer
+from daskserve.models.engine_packages import no_progress_bars
 
 SHAPE = LlamaConfig(
     vocab_size=byte_tokenizer.VOCAB_SIZE,
@@ -34,7 +35,8 @@ def write(folder: Path) -> int:
     """Model and tokenizer, with a fixed seed; returns the number of parameters."""
     torch.manual_seed(0)
     model = LlamaForCausalLM(SHAPE)
-    model.save_pretrained(folder)
+    with no_progress_bars():
+        model.save_pretrained(folder)
     byte_tokenizer.write(folder)
     return model.num_parameters()
 

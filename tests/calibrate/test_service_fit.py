@@ -25,7 +25,10 @@ def latency(model, true):
 
 @pytest.fixture
 def served(latency):
-    """Prefill 5 ms and 10 us per token longer; decode 2 ms and 0.5 ms per request; beside, +10 % and +30 %."""
+    """Prefill 5 ms and 10 us per token longer; decode 2 ms and 0.5 ms per request.
+
+    Beside each other, +10 % and +30 %.
+    """
     step = latency.step_times(latency.model, latency.hardware, Parallelism())
     answers = [
         HandOver(n, Timeline(0.003, step.prefill_s(n) + 0.005 + 1e-5 * n, 0.01, 0.002, 1.0))

@@ -104,10 +104,9 @@ def fit_with_intervals(
     ]
     *names, growth = Coefficients.model_fields
     single, grown = values[: len(names)], values[len(names) :]
-    return found, Coefficients(
-        **{name: Fitted(**one) for name, one in zip(names, single, strict=True)},
-        **{growth: [Growth(batch=b, **one) for b, one in zip(knots, grown, strict=True)]},
-    )
+    intervals = dict(zip(names, [Fitted(**one) for one in single], strict=True))
+    growing = [Growth(batch=batch, **one) for batch, one in zip(knots, grown, strict=True)]
+    return found, Coefficients.model_validate(intervals | {growth: growing})
 
 
 def _flat(found: PaperCoefficients) -> list[float]:

@@ -84,7 +84,7 @@ def fit_paper_model(
         tokens, batch, latency_s = profile.rows("prefill", tp)
         total = tokens * batch
         columns = [model.num_active_parameters * total, unit * batch * tokens**2]
-        prefill = _relative_fit([*columns, np.ones_like(total)], latency_s)
+        c1, c2, c3 = _relative_fit([*columns, np.ones_like(total)], latency_s)
         tokens, batch, latency_s = profile.rows("decode", tp)
         columns = [np.full_like(tokens, model.num_active_parameters), unit * tokens * batch]
         for low, high in pairwise(batch_knots):
@@ -92,7 +92,7 @@ def fit_paper_model(
             columns.append(model.num_active_parameters * ramp)
         c4, c5, *risen = _relative_fit(columns, latency_s)
         growth = zip(batch_knots, accumulate(risen, initial=0.0), strict=bool(batch_knots))
-        coefficients[tp] = PaperCoefficients(*prefill, c4, c5, tuple(growth))
+        coefficients[tp] = PaperCoefficients(c1, c2, c3, c4, c5, tuple(growth))
     return PaperModel(coefficients)
 
 

@@ -73,7 +73,8 @@ def _configuration(columns: Sequence[Column]) -> dict[str, Any]:
         least = {"minWidth": column.least_px} if column.least_px else {}
         given.append({"field": column.name, "responsive": column.hides, **least})
     hide = {"responsiveLayout": "hide"} if any(column.hides for column in columns) else {}
-    return {"columns": given, **hide}
+    # Rows may come while the browser still builds the table: Panel shows them once it is built.
+    return {"columns": given, "debugInitialization": False, **hide}
 
 
 def show_rows(table: pn.widgets.Tabulator, rows: pd.DataFrame) -> None:

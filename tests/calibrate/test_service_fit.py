@@ -99,7 +99,7 @@ def test_a_row_is_that_of_the_request_that_began_last(monkeypatch):
     sent = _Lockstep()
     monkeypatch.setattr(in_service, "_sent", sent)
     (row,) = in_service.decode_steps(None, [4], 1)
-    assert sent.outputs == [20, 20, 20, 16]
+    assert sent.outputs == [36, 36, 36, 32]
     assert row.batch == 4 and not row.is_beside
     assert row.step_s == pytest.approx(0.01)
-    assert row.context_tokens == 4 * (16 + 1 + 15 / 2)
+    assert row.context_tokens == 4 * (16 + 1 + 31 / 2)

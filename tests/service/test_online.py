@@ -212,7 +212,7 @@ def test_whoever_does_not_read_delays_nobody(service: Service):
 
 
 def test_a_full_queue_refuses_early(attach, mock, is_idle, eventually):
-    config = mock(mock_prefill_s=0.05, num_kv_blocks=100)
+    config = mock(mock_prefill_s=0.15, num_kv_blocks=100)
     with (
         dask.config.set({"daskserve.service.max-waiting-requests": 4}),
         attach(config, slots=2, prefill=1, decode=1) as service,
@@ -222,7 +222,7 @@ def test_a_full_queue_refuses_early(attach, mock, is_idle, eventually):
         started_at = time.monotonic()
         with pytest.raises(Overloaded, match="wait for PREFILL") as caught:
             list(streams[-1])
-        assert time.monotonic() - started_at < 0.1
+        assert time.monotonic() - started_at < 0.4, "it waited for those before"
         assert caught.value.retry_after_s >= 1
         assert [len(list(stream)) for stream in streams[:5]] == [2] * 5
         eventually(lambda: is_idle(service))

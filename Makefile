@@ -1,5 +1,5 @@
 # make demo   the main job on a small file, from nothing but Python 3.11, pip and make
-# make test   lint, import rules, types, tests and all notebooks but the longest
+# make test   lint, import rules, types, tests and all notebooks
 # make test-slow   all tests, the slow ones too, and more examples of every law
 # make test-ucx   the batch and service tests over UCX, with UCXX and the Dask that it pins
 # The virtual environment is made once and again when pyproject.toml changes.
@@ -27,11 +27,10 @@ test: $(VENV)/.dev
 	$(BIN)/lint-imports
 	$(BIN)/mypy
 	$(BIN)/pytest -q -n 2 --dist worksteal
-	$(BIN)/pytest -q --timeout=600 --nbmake notebooks/01*.ipynb notebooks/02*.ipynb notebooks/04*.ipynb
+	$(BIN)/pytest -q --timeout=600 --nbmake notebooks
 
 test-slow: $(VENV)/.dev
 	DASKSERVE_HYPOTHESIS=thorough $(BIN)/pytest -q -m "not gpu"
-	$(BIN)/pytest -q --timeout=1200 --nbmake notebooks/03*.ipynb
 
 # On CPUs too: UCX_TLS=... keeps it to TCP and shared memory.
 test-ucx:

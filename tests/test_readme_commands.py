@@ -153,7 +153,7 @@ def test_a_machine_is_calibrated_planned_served_and_benchmarked(folder):
     for start in ("daskserve plan --latency ", "daskserve simulate placement.yaml --latency "):
         for words in written(start):
             assert "requests" in finish(words, folder)
-    plain, limited, placed, _ = written("daskserve serve")
+    plain, limited, placed, *_ = written("daskserve serve")
     for words in (limited, placed):
         with served(words, folder) as url:
             assert httpx.get(f"{url}/ready").json()["ready"]

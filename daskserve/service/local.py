@@ -188,8 +188,7 @@ def own_cluster_config(dashboard_address: str | None) -> dict[str, Any]:
         "distributed.scheduler.worker-ttl": WORKER_TTL,
         # Dask keeps its last 1000 messages per connection, and ours hold whole prompts.
         "distributed.admin.low-level-log-length": 0,
-        # Every look that Dask takes at itself preempts the engine of the same core: by default
-        # they take 5 % of it when nothing runs, like this 1 %.
+        # Every look that Dask takes at itself preempts the engine of the same core.
         "distributed.worker.profile.enabled": False,
         "distributed.admin.tick.interval": "500ms",
         "distributed.worker.memory.monitor-interval": "500ms",

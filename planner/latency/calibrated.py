@@ -69,12 +69,13 @@ class CalibratedModel:
             raise ModelError(f"the calibration is of one process, not of {parallelism}")
         weights = model.num_active_parameters
         alone, per_request = self.coefficients, self.decode_extra_per_request_s / weights
+        growth = alone.growth or ((1, 0.0), (self.max_batch_size, 0.0))
         inside = replace(
             alone,
             c1=alone.c1 + self.prefill_extra_per_token_s / weights,
             c3=alone.c3 + self.prefill_extra_s,
             c4=alone.c4 + self.decode_extra_s / weights,
-            growth=tuple((batch, added + per_request * batch) for batch, added in alone.growth),
+            growth=tuple((batch, added + per_request * batch) for batch, added in growth),
         )
         paper = PaperModel({1: inside}, self.memory, self.max_batch_size)
         step = paper.step_times(model, self.hardware, parallelism)

@@ -161,6 +161,13 @@ def test_what_is_wrong_is_named(write, changes, message):
     assert message in str(caught.value)
 
 
+def test_requests_of_a_batch_cost_in_a_service_even_where_steps_do_not_grow(write):
+    flat = coefficients(ModelSpec.load("llama-3.1-8b").num_active_parameters)
+    latency = read_calibration(write(coefficients=flat | {"growth_s_per_weight": []})).latency()
+    step = latency.step_times(latency.model, latency.hardware, Parallelism())
+    assert step.decode_s(24, 0) - step.decode_s(1, 0) == pytest.approx(23 * 0.0005)
+
+
 def test_no_json_and_no_file(tmp_path):
     (tmp_path / "half.json").write_text('{"schema_version": 3')
     with pytest.raises(ConfigError, match="half.json: Invalid JSON"):

@@ -212,7 +212,7 @@ def test_whoever_does_not_read_delays_nobody(service: Service):
 
 
 def test_a_full_queue_refuses_early(attach, mock, is_idle, eventually):
-    config = mock(mock_prefill_s=0.15, num_kv_blocks=100)
+    config = mock(mock_prefill_s=0.2, num_kv_blocks=100)
     with (
         dask.config.set({"daskserve.service.max-waiting-requests": 4}),
         attach(config, slots=2, prefill=1, decode=1) as service,

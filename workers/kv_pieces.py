@@ -6,7 +6,7 @@ whole pages do; only its two ends copy in strides.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -16,7 +16,7 @@ from daskserve.errors import KVUnavailable
 from daskserve.workers.kv_digest import words_digest
 from daskserve.workers.kv_pool import KVPool
 
-_CHUNK_BYTES = 2**21  # stays in the cache between its copy and the socket
+_CHUNK_BYTES = 2**20  # stays in a core's cache between its copy and the socket
 
 
 def piece_bytes(pool: KVPool, num_pages: int, shard: Shard) -> int:
@@ -26,25 +26,23 @@ def piece_bytes(pool: KVPool, num_pages: int, shard: Shard) -> int:
 
 def read_chunks(pool: KVPool, page_ids: Sequence[int], shard: Shard) -> Chunks:
     """The bytes of `read_piece`, some pages at a time: they travel while others are read."""
-    step = _pages_per_chunk(pool, shard)
-    for start in range(0, len(page_ids), step):
-        yield read_piece(pool, page_ids[start : start + step], shard)
+    for pages, chunk in _chunks(pool, page_ids, shard):
+        _read(pool, pages, shard, chunk)
+        yield chunk
 
 
 def write_chunks(pool: KVPool, page_ids: Sequence[int], shard: Shard) -> Chunks:
     """Room for the bytes of `read_chunks`: what is filled is written when the next is asked for."""
-    step = _pages_per_chunk(pool, shard)
-    room = memoryview(bytearray(piece_bytes(pool, min(step, len(page_ids)), shard)))
-    for start in range(0, len(page_ids), step):
-        pages = page_ids[start : start + step]
-        chunk = room[: piece_bytes(pool, len(pages), shard)]
+    for pages, chunk in _chunks(pool, page_ids, shard):
         yield chunk
         write_piece(pool, pages, shard, chunk)
 
 
 def read_piece(pool: KVPool, page_ids: Sequence[int], shard: Shard) -> memoryview:
     """A contiguous copy of the bytes of ``shard``, which is part of the pool's."""
-    return memoryview(pool.read_slices(page_ids, *shard.within(pool.shard)))
+    data = memoryview(bytearray(piece_bytes(pool, len(page_ids), shard)))
+    _read(pool, page_ids, shard, data)
+    return data
 
 
 def piece_digest(pool: KVPool, data: memoryview, shard: Shard) -> int:
@@ -61,5 +59,16 @@ def write_piece(pool: KVPool, page_ids: Sequence[int], shard: Shard, data: memor
     pool.write_slices(page_ids, *shard.within(pool.shard), np.frombuffer(data, dtype=np.uint8))
 
 
-def _pages_per_chunk(pool: KVPool, shard: Shard) -> int:
-    return max(_CHUNK_BYTES // piece_bytes(pool, 1, shard), 1)
+def _read(pool: KVPool, page_ids: Sequence[int], shard: Shard, out: memoryview) -> None:
+    pool.read_slices(page_ids, *shard.within(pool.shard), np.frombuffer(out, dtype=np.uint8))
+
+
+def _chunks(
+    pool: KVPool, page_ids: Sequence[int], shard: Shard
+) -> Iterator[tuple[Sequence[int], memoryview]]:
+    """Some pages at a time with memory for their bytes, which is the same for all."""
+    step = max(_CHUNK_BYTES // piece_bytes(pool, 1, shard), 1)
+    room = memoryview(bytearray(piece_bytes(pool, min(step, len(page_ids)), shard)))
+    for start in range(0, len(page_ids), step):
+        pages = page_ids[start : start + step]
+        yield pages, room[: piece_bytes(pool, len(pages), shard)]

@@ -192,18 +192,27 @@ class KVPool:
         """Where bytes of pages, in order, are to be written. Any thread."""
         return self.page_views(page_ids)
 
-    def read_slices(self, page_ids: Sequence[int], layers: slice, heads: slice) -> np.ndarray:
-        """uint8, a contiguous copy of ``[pages, layers, 2, heads]``."""
-        piece = self._slices[:, layers, :, heads][np.asarray(page_ids, dtype=np.int64)]
-        return np.ascontiguousarray(piece).view(np.uint8).reshape(-1)
+    def read_slices(
+        self, page_ids: Sequence[int], layers: slice, heads: slice, out: np.ndarray
+    ) -> None:
+        """Copy ``[pages, layers, 2, heads]`` to ``out``, contiguous uint8."""
+        source = self._slices[:, layers, :, heads]
+        words, start = out.view(np.uint64).reshape(-1, *source.shape[1:]), 0
+        for first, last in runs_of(page_ids):
+            run = source[first : last + 1]
+            words[start : start + len(run)] = run
+            start += len(run)
 
     def write_slices(
         self, page_ids: Sequence[int], layers: slice, heads: slice, data: np.ndarray
     ) -> None:
         """Write what `read_slices` of as many pages gave, here or elsewhere."""
         target = self._slices[:, layers, :, heads]
-        words = data.view(np.uint64).reshape(-1, *target.shape[1:])
-        target[np.asarray(page_ids, dtype=np.int64)] = words
+        words, start = data.view(np.uint64).reshape(-1, *target.shape[1:]), 0
+        for first, last in runs_of(page_ids):
+            run = target[first : last + 1]
+            run[...] = words[start : start + len(run)]
+            start += len(run)
 
     def _check_ids(self, page_ids: Sequence[int]) -> None:
         for first, last in runs_of(page_ids):

@@ -71,11 +71,13 @@ class DevicePool(KVPool):
             PageRuns(self._raw, page_ids, self.copies) if can_receive(self.device) else None,
         )
 
-    def read_slices(self, page_ids: Sequence[int], layers: slice, heads: slice) -> np.ndarray:
+    def read_slices(
+        self, page_ids: Sequence[int], layers: slice, heads: slice, out: np.ndarray
+    ) -> None:
         with self.copies.active():
             ids = torch.as_tensor(np.asarray(page_ids, np.int64)).to(self.device)
-            piece = self.pages[:, layers, :, heads][ids].contiguous().cpu()
-        return piece.view(torch.uint8).numpy().reshape(-1)
+            piece = self.pages[:, layers, :, heads][ids].contiguous().view(torch.uint8)
+            torch.from_numpy(out).copy_(piece.view(-1))
 
     def write_slices(
         self, page_ids: Sequence[int], layers: slice, heads: slice, data: np.ndarray

@@ -17,9 +17,11 @@ from daskserve.calibrate_command import calibrate_command
 from daskserve.command_options import (
     check_placement,
     device_option,
+    engine_config,
     engine_options,
     open_service,
     options,
+    placed_engine_options,
     placement_options,
     slo_of,
     slo_options,
@@ -80,7 +82,7 @@ _sampling_options = options(
     help="Rows: .jsonl, or .parquet (a file or a folder) with a column prompt or messages.",
 )
 @click.option("-o", "--output", required=True, metavar="PATH", help="Answers: .jsonl, or .parquet.")
-@engine_options
+@placed_engine_options
 @device_option
 @placement_options
 @_sampling_options
@@ -114,7 +116,7 @@ def run_batch_command(source: str, output: str, **given: Any) -> None:
     """
     from daskserve.batch import BatchJob
 
-    config = EngineConfig(given["model"], given["dtype"], given["device"])
+    config = engine_config(given)
     params, slo = _sampling(given), slo_of(given)
     check_placement(given)
     _catch_signals(_interrupt)

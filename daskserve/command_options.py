@@ -9,7 +9,7 @@ import click
 
 from daskserve.core.instance import DEVICES, DTYPES, EngineConfig
 from daskserve.core.slo import SLO
-from daskserve.errors import ConfigError
+from daskserve.errors import ConfigError, ModelError
 from daskserve.models import DEFAULT_MODEL
 
 if TYPE_CHECKING:
@@ -33,15 +33,23 @@ def options(*given: Callable[..., Any]) -> Callable[..., Any]:
     return decorate
 
 
+_dtype_option = click.option(
+    "--dtype",
+    type=click.Choice(DTYPES),
+    default="bfloat16",
+    show_default=True,
+    help="float32 gives the tokens of transformers' generate; bfloat16 is faster.",
+)
 engine_options = options(
     click.option("--model", default=DEFAULT_MODEL, show_default=True, help=MODEL_HELP),
+    _dtype_option,
+)
+placed_engine_options = options(
     click.option(
-        "--dtype",
-        type=click.Choice(DTYPES),
-        default="bfloat16",
-        show_default=True,
-        help="float32 gives the tokens of transformers' generate; bfloat16 is faster.",
+        "--model",
+        help=f"{MODEL_HELP}  [default: that of --placement, or else {DEFAULT_MODEL}]",
     ),
+    _dtype_option,
 )
 device_option = click.option(
     "--device",
@@ -172,6 +180,30 @@ def check_placement(given: dict[str, Any]) -> None:
         )
     if given["colocated"] and len(own) > 1:
         raise ConfigError("give --colocated, or --prefill and --decode, not both")
+
+
+def engine_config(given: dict[str, Any]) -> EngineConfig:
+    """Of the model that is asked for, or else the one that the placement was planned for.
+
+    Raises
+    ------
+    ConfigError
+        The placement cannot be read, or is for a model that cannot be loaded by its name.
+    """
+    if given["model"] or not given["placement"]:
+        return EngineConfig(given["model"] or DEFAULT_MODEL, given["dtype"], given["device"])
+    from daskserve.models import resolve
+    from daskserve.planner.placement_file import read_placement
+
+    model = read_placement(given["placement"]).model or DEFAULT_MODEL
+    try:
+        resolve(model)
+    except ModelError as error:
+        raise ConfigError(
+            f"{given['placement']} was planned for {model!r}, which is not a model that can be"
+            " loaded by that name: say with --model where it is"
+        ) from error
+    return EngineConfig(model, given["dtype"], given["device"])
 
 
 def open_service(

@@ -13,8 +13,9 @@ import click
 from daskserve.command_options import (
     check_placement,
     device_option,
-    engine_options,
+    engine_config,
     open_service,
+    placed_engine_options,
     placement_options,
     replan_of,
     replan_options,
@@ -22,11 +23,10 @@ from daskserve.command_options import (
     slo_options,
 )
 from daskserve.config import settings
-from daskserve.core.instance import EngineConfig
 
 
 @click.command("serve", short_help="Serve the OpenAI API over HTTP.")
-@engine_options
+@placed_engine_options
 @device_option
 @click.option("--served-model-name", help="What clients call the model  [default: its own name]")
 @placement_options
@@ -104,7 +104,7 @@ def serve_command(host: str, port: int, **given: Any) -> None:
     if given["dashboard"]:
         check_installed()
     replan = replan_of(given)
-    config = EngineConfig(given["model"], given["dtype"], given["device"])
+    config = engine_config(given)
     address = Address(host, port, given["tls_cert"], given["tls_key"])
     limits = {
         "max_in_flight": given["max_in_flight"],

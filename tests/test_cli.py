@@ -8,6 +8,9 @@ from click.testing import CliRunner
 
 import daskserve.cli
 from daskserve.cli import main
+from daskserve.command_options import engine_config
+from daskserve.errors import ConfigError
+from daskserve.models import DEFAULT_MODEL
 
 
 def run(*arguments):
@@ -105,3 +108,24 @@ def test_profile_of_a_tiny_model_names_the_budget(tmp_path, monkeypatch):
     assert result.exit_code == 0
     assert "<- L_m" in result.stdout
     assert list(tmp_path.glob("profiles/prefill-*.json"))
+
+
+def placed(tmp_path, model: str) -> dict:
+    file = tmp_path / "placement.yaml"
+    file.write_text(
+        f"version: 1\nmodel: {model}\ngpus_per_node: 1\n"
+        "instances: [{role: COLOCATED, tp: 1, pp: 1, gpus: [[0, 0]]}]\n"
+    )
+    return {"model": None, "placement": str(file), "dtype": "float32", "device": "cpu"}
+
+
+def test_a_placement_says_which_model_is_served(tmp_path):
+    given = placed(tmp_path, "mock")
+    assert engine_config(given).model == "mock"
+    assert engine_config(given | {"model": "tiny-random-llama"}).model == "tiny-random-llama"
+    assert engine_config(given | {"placement": None}).model == DEFAULT_MODEL
+
+
+def test_a_placement_for_a_model_elsewhere_asks_where_it_is(tmp_path):
+    with pytest.raises(ConfigError, match="planned for 'llama-3.1-70b'.*say with --model"):
+        engine_config(placed(tmp_path, "llama-3.1-70b"))

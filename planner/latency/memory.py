@@ -49,7 +49,7 @@ def kv_capacity_tokens(
     """Tokens of KV that an instance holds; 0 when the weights do not fit.
 
     ``step_tokens`` and ``batch_size`` are the largest step: its activations and logits take
-    memory too.
+    memory too. What as many requests of the longest context would not fill is not planned with.
     """
     budget = budget or MemoryBudget()
     num_gpus = parallelism.num_gpus
@@ -60,7 +60,9 @@ def kv_capacity_tokens(
     if free <= 0:
         return 0
     per_token = model.kv_bytes_per_token * model.kv_copies(parallelism.tp) / num_gpus
-    return int(free * budget.kv_share / per_token) // BLOCK_TOKENS * BLOCK_TOKENS
+    largest_use = batch_size * parallelism.pp * model.context_tokens
+    in_memory = int(free * budget.kv_share / per_token)
+    return min(in_memory, largest_use) // BLOCK_TOKENS * BLOCK_TOKENS
 
 
 def check_split(model: ModelSpec, parallelism: Parallelism) -> None:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -18,6 +20,7 @@ from daskserve.planner.latency import (
     TableModel,
     fit_efficiencies,
     fit_paper_model,
+    kv_capacity_tokens,
     median_error,
     read_profile,
 )
@@ -116,6 +119,13 @@ def test_more_work_takes_longer(tp, tokens, batch):
     assert step.prefill_s(tokens + 1) >= step.prefill_s(tokens)
     assert step.decode_s(batch + 1, 1000 * batch) >= step.decode_s(batch, 1000 * batch)
     assert step.decode_s(batch, 1001 * batch) >= step.decode_s(batch, 1000 * batch)
+
+
+def test_kv_that_no_batch_fills_is_not_planned_with():
+    model = replace(ModelSpec.load("opt-13b"), kv_values_per_token=1)
+    tokens = kv_capacity_tokens(model, A100, Parallelism(), step_tokens=512, batch_size=8)
+    assert tokens == 8 * model.context_tokens
+    assert kv_capacity_tokens(model, A100, Parallelism(1, 2), 512, 8) == 2 * tokens
 
 
 def test_kv_capacity_follows_the_pool():

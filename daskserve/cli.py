@@ -42,6 +42,11 @@ _INTERRUPTED = 130
 _STOPPED = "stopped; run the same command again to go on"
 
 
+class _Interrupted(KeyboardInterrupt):
+    """Of a kind of its own: a plain one that passes through ``exec``, as in making a dataclass,
+    has CPython end the process by the signal later on, even if it was caught."""
+
+
 class _Group(click.Group):
     """Turns the errors that daskserve raises on purpose into one line and exit code 1."""
 
@@ -114,11 +119,13 @@ def run_batch_command(source: str, output: str, **given: Any) -> None:
     Exit codes: 0 all rows answered, 3 some rows failed, 1 the job did not finish,
     130 stopped by Ctrl-C.
     """
-    from daskserve.batch import BatchJob
-
+    check_placement(given)
     config = engine_config(given)
     params, slo = _sampling(given), slo_of(given)
-    check_placement(given)
+    _catch_signals(_exit_now)  # there is nothing yet that would have to be closed
+    import daskserve.service  # noqa: F401 - an import may swallow what a signal raises
+    from daskserve.batch import BatchJob
+
     _catch_signals(_interrupt)
     _fill_standard_streams()
     try:
@@ -135,7 +142,7 @@ def run_batch_command(source: str, output: str, **given: Any) -> None:
             if summary is None:
                 with open_service(config, given, slo) as service:
                     summary = job.run(service, given["max_in_flight"], not given["quiet"])
-    except KeyboardInterrupt:
+    except _Interrupted:
         click.echo(_STOPPED, err=True)
         raise SystemExit(_INTERRUPTED) from None
     if not given["quiet"]:
@@ -172,7 +179,7 @@ def _interrupt(signal_number: int, frame: Any) -> NoReturn:
     for name in ("asyncio", "daskserve", "distributed", "tornado"):
         logging.getLogger(name).setLevel(logging.CRITICAL + 1)
     sys.unraisablehook = lambda unraisable: None
-    raise KeyboardInterrupt
+    raise _Interrupted
 
 
 def _sampling(given: dict[str, Any]) -> SamplingParams:

@@ -25,7 +25,7 @@ def capacity_guess(workload: Workload, deployment: Deployment, slo: SLOClasses) 
 
 def _prefill_rate(times: StepTimes, prompt_tokens: float) -> float:
     count = max(1, int(times.prefill_budget_tokens // prompt_tokens))
-    pass_s = times.prefill_s(count * prompt_tokens, count * prompt_tokens**2)
+    pass_s = times.prefill_s(count * prompt_tokens, count * prompt_tokens**2, count)
     return count / max(times.stage_s(pass_s), 1e-9)
 
 

@@ -25,6 +25,8 @@ class StepTimes:
         the knots, the last slope goes on. The first knot is at 0 tokens.
     prefill_quadratic_s
         Added per squared token of each prompt (attention): ``* sum(length**2)``.
+    prefill_per_prompt_s
+        Added for each prompt of a pass, or part of one: engines compute each in whole tiles.
     decode_base_s
         Index = requests in the micro-batch, ``[0]`` is 0: seconds of one decode pass of the
         whole model with empty contexts.
@@ -51,6 +53,7 @@ class StepTimes:
     kv_capacity_tokens: int = 2**40
     prefill_budget_tokens: int = 2048
     max_batch_size: int = field(default=0)
+    prefill_per_prompt_s: float = 0.0
 
     def __post_init__(self) -> None:
         arrays = (
@@ -75,7 +78,13 @@ class StepTimes:
         for name in ("num_stages", "prefill_budget_tokens"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
-        for name in ("stage_overhead_s", "kv_capacity_tokens", "prefill_quadratic_s"):
+        at_least_0 = (
+            "stage_overhead_s",
+            "kv_capacity_tokens",
+            "prefill_quadratic_s",
+            "prefill_per_prompt_s",
+        )
+        for name in at_least_0:
             if not getattr(self, name) >= 0:
                 raise ConfigError(f"{name}={getattr(self, name)} must be at least 0")
 
@@ -113,7 +122,12 @@ class StepTimes:
         }
         return replace(self, **{key: value for key, value in given.items() if value is not None})
 
-    def prefill_s(self, num_tokens: float, sum_of_squares: float | None = None) -> float:
+    def prefill_s(
+        self,
+        num_tokens: float,
+        sum_of_squares: float | None = None,
+        num_prompts: float = 1.0,
+    ) -> float:
         """Seconds of one pass over ``num_tokens`` prompt tokens (one prompt unless told)."""
         squares = num_tokens**2 if sum_of_squares is None else sum_of_squares
         knots, times = self.prefill_knots_tokens, self.prefill_knots_s
@@ -122,7 +136,8 @@ class StepTimes:
             linear = times[-1] + slope * (num_tokens - knots[-1])
         else:
             linear = float(np.interp(num_tokens, knots, times))
-        return float(linear + self.prefill_quadratic_s * squares)
+        added = self.prefill_quadratic_s * squares + self.prefill_per_prompt_s * num_prompts
+        return float(linear + added)
 
     def decode_s(self, batch_size: int, context_tokens: float) -> float:
         """Seconds of one pass that adds a token to each request of a micro-batch.

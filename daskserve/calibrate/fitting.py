@@ -62,13 +62,17 @@ _RANGES = (
 
 
 def fit(
-    model: ModelSpec, medians_s: Mapping[Point, float], growth: bool = True
+    model: ModelSpec, medians_s: Mapping[Point, float], as_printed: bool = False
 ) -> PaperCoefficients:
     """Least squares on relative errors, no coefficient below 0.
 
-    With ``growth``, decode steps grow between the batch sizes of the points.
+    Unless in the paper's form ``as_printed``, prompts cost something by themselves, and decode
+    steps grow between the batch sizes of the points.
     """
-    return _fit(model, list(medians_s.items()), _batches(medians_s) if growth else ())
+    rows = list(medians_s.items())
+    if as_printed:
+        return fit_paper_model(model, _profile(rows)).coefficients[1]
+    return _fit(model, rows, _batches(medians_s))
 
 
 def _batches(points: Iterable[Point]) -> tuple[int, ...]:
@@ -78,7 +82,7 @@ def _batches(points: Iterable[Point]) -> tuple[int, ...]:
 def _fit(
     model: ModelSpec, rows: Sequence[tuple[Point, float]], knots: Sequence[int]
 ) -> PaperCoefficients:
-    return fit_paper_model(model, _profile(rows), knots).coefficients[1]
+    return fit_paper_model(model, _profile(rows), knots, per_prompt=True).coefficients[1]
 
 
 def fit_with_intervals(
@@ -111,7 +115,7 @@ def fit_with_intervals(
 
 def _flat(found: PaperCoefficients) -> list[float]:
     added = [value for _, value in found.growth]
-    return [found.c1, found.c2, found.c3, found.c4, found.c5, *added]
+    return [found.c1, found.c2, found.c3, found.per_prompt, found.c4, found.c5, *added]
 
 
 def _profile(rows: Sequence[tuple[Point, float]]) -> Profile:
@@ -131,7 +135,7 @@ def predict(latency: CalibratedModel, points: Sequence[Point]) -> dict[Point, fl
     alone = latency.alone()
     step = alone.step_times(alone.model, alone.hardware, Parallelism())
     return {
-        point: step.prefill_s(point.total_tokens, point.batch * point.tokens**2)
+        point: step.prefill_s(point.total_tokens, point.batch * point.tokens**2, point.batch)
         if point.phase == "prefill"
         else step.decode_s(point.batch, point.total_tokens)
         for point in points

@@ -60,10 +60,12 @@ class Grid:
     most_prefill_tokens, most_context_tokens
         Largest prefill step, and most tokens of context in a decode step.
     prompt_counts, prompt_lengths, batch_sizes, contexts
-        Combined in all ways that fit.
+        Combined in all ways that fit. Engines compute a prompt in whole tiles, so that its time
+        goes up in stairs: lengths are not those of full tiles, which no traffic has, and need
+        odd and even numbers of tiles alike.
     hand_over_tokens, num_hand_overs
-        Prompt lengths that are sent through a service, and how often each. The shortest is
-        measured as a step of its own too.
+        Prompt lengths that are sent through a service, and how often each; of those above, so
+        that they are measured as lone steps too.
     service_batches, num_service_rows
         Batches that decode in a service, and how often each, alone and beside prompts.
     """
@@ -127,10 +129,10 @@ FULL = Grid(
     most_prefill_tokens=2048,
     most_context_tokens=32_768,
     prompt_counts=(1, 2, 4, 8),
-    prompt_lengths=(16, 32, 64, 128, 256, 512, 1024, 2040),
+    prompt_lengths=(9, 24, 55, 70, 104, 150, 246, 330, 505, 1000, 1448, 2040),
     batch_sizes=(1, 2, 4, 8, 16, 24, 32, 48, 64),
     contexts=(32, 128, 512, 1024),
-    hand_over_tokens=(32, 128, 512, 1024, 2040),
+    hand_over_tokens=(24, 104, 505, 1000, 2040),
     num_hand_overs=8,
     service_batches=(1, 2, 4, 8, 16),
     num_service_rows=3,
@@ -141,10 +143,10 @@ QUICK = Grid(
     most_prefill_tokens=1024,
     most_context_tokens=16_384,
     prompt_counts=(1, 2, 4),
-    prompt_lengths=(16, 64, 128, 256, 512, 1024),
+    prompt_lengths=(9, 55, 104, 246, 505, 1000),
     batch_sizes=(1, 2, 4, 8, 16, 32),
     contexts=(64, 256, 1024),
-    hand_over_tokens=(64, 256, 1024),
+    hand_over_tokens=(55, 246, 1000),
     num_hand_overs=5,
     service_batches=(1, 4, 8),
     num_service_rows=2,

@@ -94,6 +94,7 @@ def _coefficients(found: Calibration) -> Table:
             unit * 1e9,
         ),
         ("prefill, ms per step (C3)", c.c3_s, 1e3),
+        ("prefill, ms more for each prompt", c.per_prompt_s, 1e3),
         ("decode, ms per step (C4)", c.c4_s_per_weight, weights * 1e3),
         ("decode, ms per 1000 tokens of context (C5)", c.c5_s_per_attention_token, unit * 1e6),
     ]

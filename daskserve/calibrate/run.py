@@ -176,10 +176,10 @@ def calibration_of(measured_here: Measured) -> Calibration:
     found, coefficients = fit_with_intervals(model, times, parts.fitted)
     base = _latency(model, hardware, found, config, medians_s)
     predicted_s = predict(base, list(times))
-    paper = fit(model, {p: medians_s[p] for p in parts.fitted}, growth=False)
+    paper = fit(model, {p: medians_s[p] for p in parts.fitted}, as_printed=True)
     paper_s = predict(replace(base, coefficients=paper), list(times))
     errors = judge(parts, medians_s, predicted_s, paper_s)
-    overheads = overheads_of(served, base, kv_latency_s)
+    overheads = overheads_of(served, base, medians_s, kv_latency_s)
     inside = replace(
         base,
         prefill_extra_s=overheads.prefill_extra.median_s,
@@ -188,11 +188,11 @@ def calibration_of(measured_here: Measured) -> Calibration:
         decode_extra_per_request_s=overheads.decode_extra_per_request_s,
     )
     reasons = why_not(errors, medians_s, predicted_s)
-    sharing = sharing_of(served, inside)
+    sharing = sharing_of(served, inside, medians_s)
     if sharing is None and not served.is_colocated:
         reasons.append("no prompt was computed beside decoding from its start to its end")
     return Calibration(
-        schema_version=3,
+        schema_version=4,
         is_trusted=not reasons,
         why_not=reasons,
         measured_at=datetime.now(UTC).isoformat(timespec="seconds"),

@@ -1,16 +1,18 @@
 """What a service adds to the steps, and what instances cost each other, from what they took there.
 
-Everything is put beside what the fit of lone steps says.
+Everything is put beside lone steps: as they were measured, where prompts of this length and number
+were, since what a prompt takes goes up in stairs; else as the fit says.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from scipy.optimize import nnls
 
+from daskserve.calibrate.grid import Point
 from daskserve.calibrate.handing_over import HandOver, measurement
 from daskserve.calibrate.in_service import DecodeSteps, PrefillStep
 from daskserve.core.placement import Parallelism
@@ -42,13 +44,20 @@ class Served:
     is_colocated: bool
 
 
-def overheads_of(served: Served, latency: CalibratedModel, kv_latency_s: float) -> Overheads:
+def overheads_of(
+    served: Served,
+    latency: CalibratedModel,
+    medians_s: Mapping[Point, float],
+    kv_latency_s: float,
+) -> Overheads:
     """Dispatch and hand-over, and what steps of several sizes take longer than the fit says.
 
     Steps that come out shorter in a service count as equal.
     """
     step = _times(latency)
-    prefill = [(a.timeline.prefill_s, step.prefill_s(a.prompt_tokens)) for a in served.alone]
+    prefill = [
+        (a.timeline.prefill_s, _alone_s(step, medians_s, (a.prompt_tokens,))) for a in served.alone
+    ]
     prefill_extra, per_token_s = _extra(prefill, [a.prompt_tokens for a in served.alone])
     rows = [row for row in served.decodes if not row.is_beside]
     decode = [(row.step_s, step.decode_s(row.batch, row.context_tokens)) for row in rows]
@@ -82,14 +91,26 @@ def _extra(
     return left.model_copy(update={"median_s": base_s}), each_s
 
 
-def sharing_of(served: Served, latency: CalibratedModel) -> Sharing | None:
+def _alone_s(step: StepTimes, medians_s: Mapping[Point, float], lengths: tuple[int, ...]) -> float:
+    """Seconds of a prefill step by itself."""
+    measured_s = medians_s.get(Point("prefill", len(lengths), lengths[0]))
+    if measured_s is not None and len(set(lengths)) == 1:
+        return measured_s
+    return step.prefill_s(sum(lengths), sum(n**2 for n in lengths), len(lengths))
+
+
+def sharing_of(
+    served: Served, latency: CalibratedModel, medians_s: Mapping[Point, float]
+) -> Sharing | None:
     """What steps take longer beside the other role; ``latency`` holds the overheads already."""
     if not served.beside:
         return None
-    step = _times(latency)
+    step, alone = _times(latency), _times(latency.alone())
+    extra_s, per_token_s = latency.prefill_extra_s, latency.prefill_extra_per_token_s
     prefill = [
-        one.step_s / step.prefill_s(sum(one.lengths), sum(n**2 for n in one.lengths)) - 1.0
+        one.step_s / (_alone_s(alone, medians_s, one.lengths) + added_s) - 1.0
         for one in served.beside
+        for added_s in [extra_s + per_token_s * sum(one.lengths)]
     ]
     decode = [
         row.step_s / step.decode_s(row.batch, row.context_tokens) - 1.0

@@ -18,7 +18,7 @@ from daskserve.planner.latency.calibrated import CalibratedModel
 from daskserve.planner.latency.paper import PaperCoefficients
 from daskserve.planner.model_spec import ModelSpec
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 
 Phase = Literal["prefill", "decode"]
 
@@ -82,6 +82,7 @@ class Coefficients(_Strict):
     c1_s_per_weight_token: Fitted
     c2_s_per_attention_token_squared: Fitted
     c3_s: Fitted
+    per_prompt_s: Fitted
     c4_s_per_weight: Fitted
     c5_s_per_attention_token: Fitted
     growth_s_per_weight: list[Growth]
@@ -94,6 +95,7 @@ class Coefficients(_Strict):
             self.c4_s_per_weight.value,
             self.c5_s_per_attention_token.value,
             tuple((one.batch, one.value) for one in self.growth_s_per_weight),
+            self.per_prompt_s.value,
         )
 
 
@@ -170,7 +172,7 @@ class Sharing(_Strict):
 class Calibration(_Strict):
     """Everything in a profile file."""
 
-    schema_version: Literal[3]
+    schema_version: Literal[4]
     is_trusted: bool
     why_not: list[str]
     measured_at: str

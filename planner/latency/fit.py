@@ -71,12 +71,15 @@ def _log_errors(roofline: Roofline, model: ModelSpec, gpu: GPU, profile: Profile
 
 
 def fit_paper_model(
-    model: ModelSpec, profile: Profile, batch_knots: Sequence[int] = ()
+    model: ModelSpec,
+    profile: Profile,
+    batch_knots: Sequence[int] = (),
+    per_prompt: bool = False,
 ) -> PaperModel:
     """C1..C5 for every TP degree in a profile of one model on one GPU type.
 
     Between ``batch_knots``, rising batch sizes, a decode step also grows with its batch, never
-    falling; the paper has nothing like it.
+    falling, and ``per_prompt`` has each prompt cost something by itself; the paper has neither.
     """
     coefficients = {}
     unit = attention_unit(model)
@@ -84,7 +87,8 @@ def fit_paper_model(
         tokens, batch, latency_s = profile.rows("prefill", tp)
         total = tokens * batch
         columns = [model.num_active_parameters * total, unit * batch * tokens**2]
-        c1, c2, c3 = _relative_fit([*columns, np.ones_like(total)], latency_s)
+        columns += [np.ones_like(total), *([batch] if per_prompt else [])]
+        c1, c2, c3, *own = _relative_fit(columns, latency_s)
         tokens, batch, latency_s = profile.rows("decode", tp)
         columns = [np.full_like(tokens, model.num_active_parameters), unit * tokens * batch]
         for low, high in pairwise(batch_knots):
@@ -92,7 +96,7 @@ def fit_paper_model(
             columns.append(model.num_active_parameters * ramp)
         c4, c5, *risen = _relative_fit(columns, latency_s)
         growth = zip(batch_knots, accumulate(risen, initial=0.0), strict=bool(batch_knots))
-        coefficients[tp] = PaperCoefficients(c1, c2, c3, c4, c5, tuple(growth))
+        coefficients[tp] = PaperCoefficients(c1, c2, c3, c4, c5, tuple(growth), *own)
     return PaperModel(coefficients)
 
 
@@ -115,7 +119,7 @@ def median_error(latency: LatencyModel, measured: Sequence[Measured], phase: str
             step = latency.step_times(model, gpu, Parallelism(tp))
             for tokens, batch, latency_s in zip(*profile.rows(phase, tp), strict=True):
                 if phase == "prefill":
-                    predicted = step.prefill_s(tokens * batch, batch * tokens**2)
+                    predicted = step.prefill_s(tokens * batch, batch * tokens**2, batch)
                 else:
                     predicted = step.decode_s(int(batch), batch * tokens)
                 errors.append(abs(predicted / latency_s - 1.0))

@@ -31,6 +31,9 @@ class PaperCoefficients:
     linear between the pairs. The paper has none, since its GPUs read weights for longer than
     they multiply; on CPUs more requests cost more, by steps that depend on how products of few
     rows are computed there.
+
+    ``per_prompt`` is added to ``T_prefill`` for each prompt of a step: one is computed in whole
+    tiles, of which the last is hardly ever full. The paper has none either.
     """
 
     c1: float
@@ -39,6 +42,7 @@ class PaperCoefficients:
     c4: float
     c5: float
     growth: tuple[tuple[int, float], ...] = ()
+    per_prompt: float = 0.0
 
     def decode_s_per_weight(self, batch: np.ndarray) -> np.ndarray:
         """C4 and what batches of so many requests add."""
@@ -87,5 +91,6 @@ class PaperModel:
             num_stages=parallelism.pp,
             kv_capacity_tokens=capacity,
             prefill_budget_tokens=budget,
+            prefill_per_prompt_s=c.per_prompt,
         )
         return at_least_physical(step, model, gpu, parallelism)

@@ -257,7 +257,8 @@ def _amortised_stage_s(step: StepTimes, prompt: np.ndarray) -> np.ndarray:
     """Seconds of one stage per request when it shares a batch as full as whole prompts allow."""
     unfilled = float((prompt**2).mean() / prompt.mean()) / 2.0
     filled = np.maximum(prompt, step.prefill_budget_tokens - unfilled)
-    linear_s = np.array([step.prefill_s(tokens, 0.0) for tokens in filled]) * prompt / filled
+    linear_s = np.array([step.prefill_s(tokens, 0.0, 0.0) for tokens in filled]) * prompt / filled
     overhead_s = step.stage_overhead_s * prompt / filled
     squares_s = step.prefill_quadratic_s * prompt**2
-    return (linear_s + squares_s) / step.num_stages + overhead_s
+    own_s = squares_s + step.prefill_per_prompt_s
+    return (linear_s + own_s) / step.num_stages + overhead_s

@@ -86,7 +86,7 @@ def _curves(kinds: list[StepTimes]) -> tuple[np.recarray, np.recarray, np.recarr
     first_knot = first_batch = 0
     for row, kind in zip(times, kinds, strict=True):
         row.first_knot, row.num_knots = first_knot, len(kind.prefill_knots_s)
-        row.quadratic_s = kind.prefill_quadratic_s
+        row.quadratic_s, row.per_prompt_s = kind.prefill_quadratic_s, kind.prefill_per_prompt_s
         row.first_batch = first_batch
         row.num_stages, row.stage_overhead_s = kind.num_stages, kind.stage_overhead_s
         row.budget_tokens, row.max_batch = kind.prefill_budget_tokens, kind.max_batch_size

@@ -29,6 +29,7 @@ TINY = replace(
 TRUE = PaperCoefficients(
     2e-12, 3e-11, 0.004, 1.6e-10, 4e-11,
     growth=((1, 0.0), (2, 1e-11), (4, 3e-11), (8, 5e-11), (16, 6e-11), (32, 3.1e-10)),
+    per_prompt=0.002,
 )  # fmt: skip
 
 
@@ -55,6 +56,7 @@ def lawful(model):
     def seconds(point: Point) -> float:
         if point.phase == "prefill":
             linear = TRUE.c1 * weights * point.total_tokens + TRUE.c3
+            linear += TRUE.per_prompt * point.batch
             return linear + TRUE.c2 * unit * point.batch * point.tokens**2
         base_s = float(TRUE.decode_s_per_weight(np.array(point.batch))) * weights
         return base_s + TRUE.c5 * unit * point.total_tokens

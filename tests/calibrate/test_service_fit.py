@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from daskserve.calibrate import in_service
+from daskserve.calibrate.grid import Point
 from daskserve.calibrate.handing_over import HandOver
 from daskserve.calibrate.in_service import DecodeSteps, PrefillStep
 from daskserve.calibrate.service_fit import Served, overheads_of, sharing_of
@@ -30,6 +31,10 @@ def served(latency):
     Beside each other, +10 % and +30 %.
     """
     step = latency.step_times(latency.model, latency.hardware, Parallelism())
+
+    def prefill_s(count, tokens):
+        return step.prefill_s(count * tokens, count * tokens**2, count)
+
     answers = [
         HandOver(n, Timeline(0.003, step.prefill_s(n) + 0.005 + 1e-5 * n, 0.01, 0.002, 1.0))
         for n in (32, 128, 512)
@@ -41,7 +46,7 @@ def served(latency):
 
     rows = [row(batch, slowed) for batch in (1, 4, 16) for slowed in (0.0, 0.3)]
     beside = [
-        PrefillStep((n,) * count, 4, (step.prefill_s(n * count, count * n**2) + own_s) * 1.1)
+        PrefillStep((n,) * count, 4, (prefill_s(count, n) + own_s) * 1.1)
         for n, count in ((64, 1), (128, 2))
         for own_s in [0.005 + 1e-5 * n * count]
     ]
@@ -49,7 +54,7 @@ def served(latency):
 
 
 def test_overheads_are_what_the_fit_does_not_explain(served, latency):
-    found = overheads_of(served, latency, 0.0007)
+    found = overheads_of(served, latency, {}, 0.0007)
     assert found.dispatch.median_s == pytest.approx(0.003)
     assert found.hand_over.median_s == pytest.approx(0.002)
     assert found.prefill_extra.median_s == pytest.approx(0.005)
@@ -67,18 +72,30 @@ def test_what_instances_cost_each_other_comes_on_top_of_the_overheads(served, la
         decode_extra_s=0.002,
         decode_extra_per_request_s=0.0005,
     )
-    found = sharing_of(served, inside)
+    found = sharing_of(served, inside, {})
     assert found.prefill.median == pytest.approx(0.1)
     assert found.decode.median == pytest.approx(0.3)
-    assert sharing_of(replace(served, beside=[]), inside) is None
+    assert sharing_of(replace(served, beside=[]), inside, {}) is None
+
+
+def test_a_lone_step_that_was_measured_counts_more_than_the_fit(served, latency):
+    step = latency.step_times(latency.model, latency.hardware, Parallelism())
+    stairs = {Point("prefill", 1, n): step.prefill_s(n) + 0.004 for n in (32, 128, 512)}
+    found = overheads_of(served, latency, stairs, 0.0)
+    assert found.prefill_extra.median_s == pytest.approx(0.001)
+    above = {Point("prefill", 1, 64): step.prefill_s(64) * 2}
+    assert (
+        sharing_of(served, latency, above).prefill.median
+        < sharing_of(served, latency, {}).prefill.median
+    )
 
 
 def test_steps_that_are_shorter_in_a_service_count_as_equal(served, latency):
     slow = replace(latency, prefill_extra_s=1.0, decode_extra_s=1.0)
-    found = overheads_of(served, slow, 0.0)
+    found = overheads_of(served, slow, {}, 0.0)
     assert found.prefill_extra.median_s == found.decode_extra.median_s == 0.0
     assert found.decode_extra_per_request_s == 0.0
-    assert sharing_of(served, slow).decode.median == 0.0
+    assert sharing_of(served, slow, {}).decode.median == 0.0
 
 
 class _Lockstep:

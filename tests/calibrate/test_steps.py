@@ -7,6 +7,7 @@ import pytest
 
 from daskserve.calibrate.fitting import fit
 from daskserve.calibrate.grid import FULL, QUICK, Point
+from daskserve.calibrate.in_service import BESIDE_TOKENS
 from daskserve.calibrate.run import model_spec
 from daskserve.calibrate.steps import StepRig, measure_steps
 from daskserve.core.instance import EngineConfig
@@ -74,9 +75,9 @@ def test_points_keep_to_context_batch_and_memory():
         FULL.points(60, 4, 80, 16)
 
 
-def test_the_shortest_hand_over_is_measured_alone_too():
+def test_prompts_in_services_are_measured_as_lone_steps_too():
     for grid in (QUICK, FULL):
         points = grid.points(8192, 64, 10_000, 16)
-        shortest = min(grid.hand_over_tokens)
-        assert Point("decode", 1, shortest) in points and Point("prefill", 1, shortest) in points
+        for tokens in (*grid.hand_over_tokens, BESIDE_TOKENS):
+            assert Point("prefill", 1, tokens) in points
     assert np.diff(FULL.hand_over_tokens).min() > 0

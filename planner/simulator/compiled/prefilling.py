@@ -144,6 +144,7 @@ def _launch(world, prefill_id, count, now):
     used = prefill.total_blocks - prefill.free_blocks
     prefill.peak_blocks = max(prefill.peak_blocks, used)
     pass_s = tokens_s(world, times, num_tokens) + times.quadratic_s * squares
+    pass_s += times.per_prompt_s * count
     pass_s *= world.prefill_pace
     flight.head = head
     flight.done_s = through_stages(world, prefill.first_stage, times, pass_s, now)

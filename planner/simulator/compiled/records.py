@@ -78,6 +78,7 @@ TIMES = np.dtype(
         ("first_knot", "i8"),
         ("num_knots", "i8"),
         ("quadratic_s", "f8"),
+        ("per_prompt_s", "f8"),
         ("first_batch", "i8"),  # of ``Tables.batches``: entry for batch size 0
         ("num_stages", "i8"),
         ("stage_overhead_s", "f8"),

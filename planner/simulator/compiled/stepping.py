@@ -288,6 +288,7 @@ def _run_pass(world, lane_id, now):
     num_decoding = lane.num_running if lane.decodes else 0
     context_sum = lane.context_sum if lane.decodes else 0
     pass_s = mixed_s(world, times, num_tokens, squares, num_decoding, context_sum)
+    pass_s += times.per_prompt_s * lane.num_chunks
     pass_s *= world.decode_pace
     lane.planned = 1
     instance.busy_s += pass_s + times.num_stages * times.stage_overhead_s

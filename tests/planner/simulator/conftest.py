@@ -19,6 +19,7 @@ def make_times(**changes) -> StepTimes:
         prefill_knots_tokens=np.array([0.0, 64, 512, 1024, 2048]),
         prefill_knots_s=np.array([0.01, 0.012, 0.03, 0.055, 0.11]),
         prefill_quadratic_s=1e-9,
+        prefill_per_prompt_s=0.001,
         decode_base_s=np.r_[0.0, 0.012 + 0.0001 * np.arange(1, most + 1)],
         decode_per_context_s=np.full(most + 1, 4e-8),
         kv_capacity_tokens=100_000,

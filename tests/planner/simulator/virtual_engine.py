@@ -115,7 +115,8 @@ class VirtualCluster:
         sizes = [chunk.num_tokens for chunk in step.chunks]
         for chunk in step.chunks:
             self.times_of[chunk.sequence]["prefill"] = self.now
-        seconds = prefill.times.prefill_s(sum(sizes), sum(size**2 for size in sizes))
+        squares = sum(size**2 for size in sizes)
+        seconds = prefill.times.prefill_s(sum(sizes), squares, len(sizes))
         seconds = prefill.times.latency_s(seconds) * self._pace(prefill)
         self._end_in(seconds, PREFILL_DONE, self._end_prefill, prefill, step)
 
@@ -230,9 +231,10 @@ class VirtualCluster:
         times = decode.times
         linear = times.decode_s(len(running), 0)
         if tokens:
-            linear = max(linear, times.prefill_s(tokens + len(running), 0.0))
+            linear = max(linear, times.prefill_s(tokens + len(running), 0.0, 0.0))
         attention = times.decode_per_context_s[len(running)] * context
-        return linear + attention + times.prefill_quadratic_s * squares
+        prompts = times.prefill_per_prompt_s * len(step.chunks)
+        return linear + attention + times.prefill_quadratic_s * squares + prompts
 
     def _note_starts(self, step):
         for sequence in step.sequences:

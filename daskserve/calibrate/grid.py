@@ -67,7 +67,9 @@ class Grid:
         Prompt lengths that are sent through a service, and how often each; of those above, so
         that they are measured as lone steps too.
     service_batches, num_service_rows
-        Batches that decode in a service, and how often each, alone and beside prompts.
+        Batches that decode in a service, and how often each; as many rounds of mixed traffic.
+    traffic_tokens, num_traffic_requests
+        Prompt lengths of mixed traffic, and requests of a round.
     """
 
     num_rounds: int
@@ -82,6 +84,8 @@ class Grid:
     num_hand_overs: int
     service_batches: tuple[int, ...]
     num_service_rows: int
+    traffic_tokens: tuple[int, ...]
+    num_traffic_requests: int
 
     def points(
         self, context_tokens: int, max_batch_size: int, num_blocks: int, block_size: int
@@ -136,6 +140,8 @@ FULL = Grid(
     num_hand_overs=8,
     service_batches=(1, 2, 4, 8, 16),
     num_service_rows=3,
+    traffic_tokens=(24, 55, 70, 104, 150, 246, 330),
+    num_traffic_requests=60,
 )
 QUICK = Grid(
     num_rounds=5,
@@ -150,4 +156,6 @@ QUICK = Grid(
     num_hand_overs=5,
     service_batches=(1, 4, 8),
     num_service_rows=2,
+    traffic_tokens=(55, 104, 246),
+    num_traffic_requests=30,
 )

@@ -20,11 +20,13 @@ from daskserve.calibrate.fitting import (
 )
 from daskserve.calibrate.grid import Grid, Point
 from daskserve.calibrate.handing_over import hand_overs, link_of, measurement, transfers_of
-from daskserve.calibrate.in_service import decode_steps, steps_beside
+from daskserve.calibrate.in_service import TRAFFIC_OUTPUT_TOKENS, decode_steps, traffic
 from daskserve.calibrate.machine import HARDWARE, hardware_facts, machine_facts
-from daskserve.calibrate.service_fit import Served, overheads_of, sharing_of
+from daskserve.calibrate.service_fit import Served, overheads_of
+from daskserve.calibrate.sharing import sharing_of
 from daskserve.calibrate.steps import StepRig, measure_steps
 from daskserve.core.instance import DEFAULT_BLOCK_SIZE, DEFAULT_BUDGET_TOKENS, EngineConfig
+from daskserve.core.placement import Parallelism
 from daskserve.errors import ConfigError
 from daskserve.models.catalog import resolve
 from daskserve.planner.hardware import GPU
@@ -152,10 +154,16 @@ def _serve(
     with Service.local(config=config, cores="auto" if has_own_cores else None) as service:
         apart = hand_overs(service, grid, context_tokens, on_request)
         if has_own_cores:
-            on_progress("decoding in batches, alone and beside prompts")
-            alone = decode_steps(service, batches, repeats)
-            both, prefills = steps_beside(service, batches, repeats)
-            return Served(apart, apart, alone + both, prefills, is_colocated=False)
+            on_progress("decoding in batches")
+            rows = decode_steps(service, batches, repeats)
+            on_progress("mixed traffic")
+            room = context_tokens - max(TRAFFIC_OUTPUT_TOKENS)
+            prompts = [n for n in grid.traffic_tokens if n <= room]
+            mixed = [
+                traffic(service, prompts, grid.num_traffic_requests, seed=number)
+                for number in range(repeats if prompts else 0)
+            ]
+            return Served(apart, apart, rows, mixed, is_colocated=False)
     on_progress("starting a colocated process")
     with Service.local(prefill=0, decode=0, colocated=1, config=config) as service:
         answers = hand_overs(service, grid, context_tokens, on_request)
@@ -188,9 +196,9 @@ def calibration_of(measured_here: Measured) -> Calibration:
         decode_extra_per_request_s=overheads.decode_extra_per_request_s,
     )
     reasons = why_not(errors, medians_s, predicted_s)
-    sharing = sharing_of(served, inside, medians_s)
+    sharing = sharing_of(served.traffic, inside.step_times(model, inside.hardware, Parallelism()))
     if sharing is None and not served.is_colocated:
-        reasons.append("no prompt was computed beside decoding from its start to its end")
+        reasons.append("no prompt was computed beside decoding")
     return Calibration(
         schema_version=4,
         is_trusted=not reasons,

@@ -25,6 +25,8 @@ TINY = replace(
     num_hand_overs=3,
     service_batches=(1, 4),
     num_service_rows=2,
+    traffic_tokens=(16, 64),
+    num_traffic_requests=20,
 )
 TRUE = PaperCoefficients(
     2e-12, 3e-11, 0.004, 1.6e-10, 4e-11,

@@ -10,8 +10,8 @@ import pytest
 from daskserve.calibrate import in_service
 from daskserve.calibrate.grid import Point
 from daskserve.calibrate.handing_over import HandOver
-from daskserve.calibrate.in_service import DecodeSteps, PrefillStep
-from daskserve.calibrate.service_fit import Served, overheads_of, sharing_of
+from daskserve.calibrate.in_service import DecodeSteps
+from daskserve.calibrate.service_fit import Served, overheads_of
 from daskserve.core.placement import Parallelism
 from daskserve.core.request import Timeline
 from daskserve.planner.hardware import GPU
@@ -26,31 +26,17 @@ def latency(model, true):
 
 @pytest.fixture
 def served(latency):
-    """Prefill 5 ms and 10 us per token longer; decode 2 ms and 0.5 ms per request.
-
-    Beside each other, +10 % and +30 %.
-    """
+    """Prefill 5 ms and 10 us per token longer; decode 2 ms and 0.5 ms per request."""
     step = latency.step_times(latency.model, latency.hardware, Parallelism())
-
-    def prefill_s(count, tokens):
-        return step.prefill_s(count * tokens, count * tokens**2, count)
-
     answers = [
         HandOver(n, Timeline(0.003, step.prefill_s(n) + 0.005 + 1e-5 * n, 0.01, 0.002, 1.0))
         for n in (32, 128, 512)
     ]
-
-    def row(batch: int, slowed: float) -> DecodeSteps:
-        own_s = step.decode_s(batch, 40.0 * batch) + 0.002 + 0.0005 * batch
-        return DecodeSteps(batch, 40.0 * batch, own_s * (1 + slowed), slowed > 0)
-
-    rows = [row(batch, slowed) for batch in (1, 4, 16) for slowed in (0.0, 0.3)]
-    beside = [
-        PrefillStep((n,) * count, 4, (prefill_s(count, n) + own_s) * 1.1)
-        for n, count in ((64, 1), (128, 2))
-        for own_s in [0.005 + 1e-5 * n * count]
+    rows = [
+        DecodeSteps(n, 40.0 * n, step.decode_s(n, 40.0 * n) + 0.002 + 0.0005 * n)
+        for n in (1, 4, 16)
     ]
-    return Served(answers, answers, rows, beside, is_colocated=False)
+    return Served(answers, answers, rows, [], is_colocated=False)
 
 
 def test_overheads_are_what_the_fit_does_not_explain(served, latency):
@@ -64,30 +50,11 @@ def test_overheads_are_what_the_fit_does_not_explain(served, latency):
     assert found.kv_latency_s == 0.0007
 
 
-def test_what_instances_cost_each_other_comes_on_top_of_the_overheads(served, latency):
-    inside = replace(
-        latency,
-        prefill_extra_s=0.005,
-        prefill_extra_per_token_s=1e-5,
-        decode_extra_s=0.002,
-        decode_extra_per_request_s=0.0005,
-    )
-    found = sharing_of(served, inside, {})
-    assert found.prefill.median == pytest.approx(0.1)
-    assert found.decode.median == pytest.approx(0.3)
-    assert sharing_of(replace(served, beside=[]), inside, {}) is None
-
-
 def test_a_lone_step_that_was_measured_counts_more_than_the_fit(served, latency):
     step = latency.step_times(latency.model, latency.hardware, Parallelism())
     stairs = {Point("prefill", 1, n): step.prefill_s(n) + 0.004 for n in (32, 128, 512)}
     found = overheads_of(served, latency, stairs, 0.0)
     assert found.prefill_extra.median_s == pytest.approx(0.001)
-    above = {Point("prefill", 1, 64): step.prefill_s(64) * 2}
-    assert (
-        sharing_of(served, latency, above).prefill.median
-        < sharing_of(served, latency, {}).prefill.median
-    )
 
 
 def test_steps_that_are_shorter_in_a_service_count_as_equal(served, latency):
@@ -95,7 +62,6 @@ def test_steps_that_are_shorter_in_a_service_count_as_equal(served, latency):
     found = overheads_of(served, slow, {}, 0.0)
     assert found.prefill_extra.median_s == found.decode_extra.median_s == 0.0
     assert found.decode_extra_per_request_s == 0.0
-    assert sharing_of(served, slow, {}).decode.median == 0.0
 
 
 class _Lockstep:
@@ -109,7 +75,7 @@ class _Lockstep:
         number = len(self.outputs)
         await asyncio.sleep(0)
         timeline = Timeline(0.0, 0.1, 0.01 * number, 0.0, 0.01 * (output_tokens - 1))
-        return in_service._Answer(prompt_tokens, output_tokens - 1, 0.0, timeline)
+        return in_service.Answer(prompt_tokens, output_tokens - 1, 0.0, timeline)
 
 
 def test_a_row_is_that_of_the_request_that_began_last(monkeypatch):
@@ -117,6 +83,6 @@ def test_a_row_is_that_of_the_request_that_began_last(monkeypatch):
     monkeypatch.setattr(in_service, "_sent", sent)
     (row,) = in_service.decode_steps(None, [4], 1)
     assert sent.outputs == [36, 36, 36, 32]
-    assert row.batch == 4 and not row.is_beside
+    assert row.batch == 4
     assert row.step_s == pytest.approx(0.01)
     assert row.context_tokens == 4 * (16 + 1 + 31 / 2)

@@ -7,7 +7,6 @@ import pytest
 
 from daskserve.calibrate.fitting import fit
 from daskserve.calibrate.grid import FULL, QUICK, Point
-from daskserve.calibrate.in_service import BESIDE_TOKENS
 from daskserve.calibrate.run import model_spec
 from daskserve.calibrate.steps import StepRig, measure_steps
 from daskserve.core.instance import EngineConfig
@@ -78,6 +77,6 @@ def test_points_keep_to_context_batch_and_memory():
 def test_prompts_in_services_are_measured_as_lone_steps_too():
     for grid in (QUICK, FULL):
         points = grid.points(8192, 64, 10_000, 16)
-        for tokens in (*grid.hand_over_tokens, BESIDE_TOKENS):
+        for tokens in grid.hand_over_tokens:
             assert Point("prefill", 1, tokens) in points
     assert np.diff(FULL.hand_over_tokens).min() > 0

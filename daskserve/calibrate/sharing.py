@@ -1,0 +1,110 @@
+"""What a prefill and a decode instance cost each other, read out of mixed traffic.
+
+Timelines say when every request was in which step, and so what each step had to do; how much
+longer that took than the same work alone is what the other role, and the traffic between them,
+cost. Only times count in which the other role was at work.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+import numpy as np
+
+from daskserve.calibrate.in_service import Answer
+from daskserve.planner.latency.calibration import Sharing, Slowdown
+from daskserve.planner.step_times import StepTimes
+
+_MOST_IDLE = 0.05
+"""Share of a prefill step in which decoding may pause and still count as beside it."""
+
+_LEAST_BESIDE = 0.2
+"""Share of the tokens that must come beside prompts to tell anything."""
+
+
+def sharing_of(rounds: Sequence[Sequence[Answer]], step: StepTimes) -> Sharing | None:
+    """Median over rounds of traffic; None if the two roles never worked at the same time.
+
+    Parameters
+    ----------
+    rounds
+        All requests of each round.
+    step
+        What steps take in a service where only one instance computes.
+    """
+    found = [(prefill_slowdown(one, step), decode_slowdown(one, step)) for one in rounds]
+    prefill = [share for share, _ in found if share is not None]
+    decode = [share for _, share in found if share is not None]
+    if not prefill or not decode:
+        return None
+    return Sharing(prefill=_slowdown(prefill), decode=_slowdown(decode))
+
+
+def prefill_slowdown(answers: Sequence[Answer], step: StepTimes) -> float | None:
+    """Seconds of all prefill steps beside decoding over what they take alone, less 1."""
+    decoding = [(one.decode_at, one.ended_at) for one in answers]
+    taken_s = alone_s = 0.0
+    for prompts in _prefill_steps(answers):
+        began_at, ended_at = prompts[0].prefill_at, prompts[0].first_token_at
+        if _covered_s(decoding, began_at, ended_at) < (1 - _MOST_IDLE) * (ended_at - began_at):
+            continue
+        lengths = [one.prompt_tokens for one in prompts]
+        taken_s += ended_at - began_at
+        alone_s += step.prefill_s(sum(lengths), sum(n**2 for n in lengths), len(lengths))
+    return taken_s / alone_s - 1.0 if alone_s else None
+
+
+def decode_slowdown(answers: Sequence[Answer], step: StepTimes) -> float | None:
+    """How much longer steps must take while prompts are computed for so many tokens to come.
+
+    Between two moments at which a request comes, goes, or a prefill step begins or ends, the
+    batch stays the same, and so does what steps take alone.
+    """
+    prefilling = [(s[0].prefill_at, s[0].first_token_at) for s in _prefill_steps(answers)]
+    decode_at = np.array([one.decode_at for one in answers])
+    ended_at = np.array([one.ended_at for one in answers])
+    gaps = np.array([one.num_gaps for one in answers], float)
+    first_context = np.array([one.prompt_tokens + 1 for one in answers], float)
+    tokens_per_s = gaps / (ended_at - decode_at)
+    moments = np.unique([*decode_at, *ended_at, *np.ravel(prefilling)])
+    alone = {False: 0.0, True: 0.0}  # tokens, by whether prompts were computed meanwhile
+    for begin, end in zip(moments, moments[1:], strict=False):
+        here = (decode_at <= begin) & (end <= ended_at)
+        if not here.any():
+            continue
+        batch = int(here.sum())
+        done = ((begin + end) / 2 - decode_at[here]) * tokens_per_s[here]
+        step_s = step.decode_s(batch, float((first_context[here] + done).sum()))
+        is_beside = any(first <= begin and end <= last for first, last in prefilling)
+        alone[is_beside] += batch * (end - begin) / step_s
+    came_beside = gaps.sum() - alone[False]
+    if alone[True] < _LEAST_BESIDE * gaps.sum() or came_beside <= 0:
+        return None
+    return float(alone[True] / came_beside - 1.0)
+
+
+def _prefill_steps(answers: Sequence[Answer]) -> list[list[Answer]]:
+    """Prompts that began and ended at the same moments were computed in one step."""
+    steps = defaultdict(list)
+    for one in answers:
+        steps[round(one.prefill_at, 4), round(one.first_token_at, 4)].append(one)
+    return list(steps.values())
+
+
+def _covered_s(spans: Sequence[tuple[float, float]], begin: float, end: float) -> float:
+    """Seconds between ``begin`` and ``end`` that lie in any of the spans."""
+    covered_s, reached = 0.0, begin
+    for first, last in sorted(spans):
+        first, last = max(first, reached), min(last, end)
+        if last > first:
+            covered_s += last - first
+            reached = last
+    return covered_s
+
+
+def _slowdown(shares: Sequence[float]) -> Slowdown:
+    low, middle, high = np.quantile(shares, (0.25, 0.5, 0.75))
+    return Slowdown(
+        median=max(float(middle), 0.0), spread=float(high - low), num_repeats=len(shares)
+    )

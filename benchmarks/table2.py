@@ -121,8 +121,7 @@ def deployment_of(profile: Calibration, mode: str) -> Deployment:
         kv_bytes_per_token=model.kv_bytes_per_token,
         link_bandwidth=hardware.link_bandwidth,
         link_latency_s=latency.hand_over_s,
-        prefill_slowdown=latency.prefill_slowdown,
-        decode_slowdown=latency.decode_slowdown,
+        **latency.beside,
     )
 
 

@@ -122,6 +122,17 @@ class StepTimes:
         }
         return replace(self, **{key: value for key, value in given.items() if value is not None})
 
+    def slowed(self, prefill: float, decode: float) -> StepTimes:
+        """The same instance where steps take so much longer, as shares."""
+        return replace(
+            self,
+            prefill_knots_s=self.prefill_knots_s * (1.0 + prefill),
+            prefill_quadratic_s=self.prefill_quadratic_s * (1.0 + prefill),
+            prefill_per_prompt_s=self.prefill_per_prompt_s * (1.0 + prefill),
+            decode_base_s=self.decode_base_s * (1.0 + decode),
+            decode_per_context_s=self.decode_per_context_s * (1.0 + decode),
+        )
+
     def prefill_s(
         self,
         num_tokens: float,

@@ -146,10 +146,11 @@ def _overheads(found: Calibration) -> Table:
         table.add_row(name, f"{one.median_s * 1e3:.2f}", _share(one), str(one.num_repeats))
     table.add_row("prefill: and for 1,000 tokens of its prompts", f"{per_token_s * 1e6:.2f}")
     table.add_row("decode: and for each request of its batch", f"{per_request_s * 1e3:.2f}")
+    when = "in mixed traffic" if added.is_colocated else "while the other instance computes"
     for name, share in (
         (("prefill", sharing.prefill), ("decode", sharing.decode)) if sharing else ()
     ):
-        what = f"{name} step while the other instance computes"
+        what = f"{name} step {when}"
         table.add_row(what, f"+{share.median:.1%}", f"{share.spread:.1%}", str(share.num_repeats))
     link = found.hardware.link_bytes_per_s / 1e9
     table.add_row(

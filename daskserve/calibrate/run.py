@@ -20,7 +20,7 @@ from daskserve.calibrate.fitting import (
 )
 from daskserve.calibrate.grid import Grid, Point
 from daskserve.calibrate.handing_over import hand_overs, link_of, measurement, transfers_of
-from daskserve.calibrate.in_service import TRAFFIC_OUTPUT_TOKENS, decode_steps, traffic
+from daskserve.calibrate.in_service import TRAFFIC_OUTPUT_TOKENS, Answer, decode_steps, traffic
 from daskserve.calibrate.machine import HARDWARE, hardware_facts, machine_facts
 from daskserve.calibrate.service_fit import Served, overheads_of
 from daskserve.calibrate.sharing import sharing_of
@@ -156,20 +156,28 @@ def _serve(
         if has_own_cores:
             on_progress("decoding in batches")
             rows = decode_steps(service, batches, repeats)
-            on_progress("mixed traffic")
-            room = context_tokens - max(TRAFFIC_OUTPUT_TOKENS)
-            prompts = [n for n in grid.traffic_tokens if n <= room]
-            mixed = [
-                traffic(service, prompts, grid.num_traffic_requests, seed=number)
-                for number in range(repeats if prompts else 0)
-            ]
+            mixed = _mixed(service, grid, context_tokens, on_progress)
             return Served(apart, apart, rows, mixed, is_colocated=False)
     on_progress("starting a colocated process")
     with Service.local(prefill=0, decode=0, colocated=1, config=config) as service:
         answers = hand_overs(service, grid, context_tokens, on_request)
         on_progress("decoding in batches")
         rows = decode_steps(service, batches, repeats)
-        return Served(apart, answers, rows, [], is_colocated=True)
+        mixed = _mixed(service, grid, context_tokens, on_progress)
+        return Served(apart, answers, rows, mixed, is_colocated=True)
+
+
+def _mixed(
+    service: Service, grid: Grid, context_tokens: int, on_progress: OnProgress
+) -> list[list[Answer]]:
+    """As many rounds of mixed traffic as decode rows; none where no prompt fits."""
+    on_progress("mixed traffic")
+    room = context_tokens - max(TRAFFIC_OUTPUT_TOKENS)
+    prompts = [tokens for tokens in grid.traffic_tokens if tokens <= room]
+    return [
+        traffic(service, prompts, grid.num_traffic_requests, seed=number)
+        for number in range(grid.num_service_rows if prompts else 0)
+    ]
 
 
 def calibration_of(measured_here: Measured) -> Calibration:
@@ -196,9 +204,10 @@ def calibration_of(measured_here: Measured) -> Calibration:
         decode_extra_per_request_s=overheads.decode_extra_per_request_s,
     )
     reasons = why_not(errors, medians_s, predicted_s)
-    sharing = sharing_of(served.traffic, inside.step_times(model, inside.hardware, Parallelism()))
-    if sharing is None and not served.is_colocated:
-        reasons.append("no prompt was computed beside decoding")
+    in_service = inside.step_times(model, inside.hardware, Parallelism())
+    sharing = sharing_of(served.traffic, in_service, served.is_colocated)
+    if sharing is None:
+        reasons.append("no mixed traffic could be measured")
     return Calibration(
         schema_version=4,
         is_trusted=not reasons,

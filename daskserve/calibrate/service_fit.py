@@ -34,7 +34,7 @@ class Served:
     decodes
         Decode steps there.
     traffic
-        Rounds of mixed requests; empty where the kind has one instance.
+        Rounds of mixed requests there.
     """
 
     apart: list[HandOver]

@@ -1,8 +1,9 @@
-"""What a prefill and a decode instance cost each other, read out of mixed traffic.
+"""What steps take longer in mixed traffic, read out of the timelines of its requests.
 
-Timelines say when every request was in which step, and so what each step had to do; how much
-longer that took than the same work alone is what the other role, and the traffic between them,
-cost. Only times count in which the other role was at work.
+They say when every request was in which step, and so what each step had to do. How much longer that
+took than the same work alone is what instances cost each other that compute at the same time, on
+memory and caches, and what the traffic between them costs; where there is one colocated instance,
+what everything around it takes of its cores.
 """
 
 from __future__ import annotations
@@ -23,31 +24,44 @@ _LEAST_BESIDE = 0.2
 """Share of the tokens that must come beside prompts to tell anything."""
 
 
-def sharing_of(rounds: Sequence[Sequence[Answer]], step: StepTimes) -> Sharing | None:
-    """Median over rounds of traffic; None if the two roles never worked at the same time.
+def sharing_of(
+    rounds: Sequence[Sequence[Answer]], step: StepTimes, is_colocated: bool
+) -> Sharing | None:
+    """Median over rounds of traffic; None if there is nothing to read.
 
     Parameters
     ----------
     rounds
         All requests of each round.
     step
-        What steps take in a service where only one instance computes.
+        What steps take in a service that makes one at a time.
+    is_colocated
+        One instance makes all steps. Else there is one of each role, and only times count in
+        which the other was at work as well.
     """
-    found = [(prefill_slowdown(one, step), decode_slowdown(one, step)) for one in rounds]
-    prefill = [share for share, _ in found if share is not None]
-    decode = [share for _, share in found if share is not None]
-    if not prefill or not decode:
+    prefill = [prefill_slowdown(one, step, is_colocated) for one in rounds]
+    decode = [decode_slowdown(one, step, is_colocated) for one in rounds]
+    of_prefill, of_decode = (
+        [share for share in found if share is not None] for found in (prefill, decode)
+    )
+    if not of_prefill or not of_decode:
         return None
-    return Sharing(prefill=_slowdown(prefill), decode=_slowdown(decode))
+    return Sharing(prefill=_slowdown(of_prefill), decode=_slowdown(of_decode))
 
 
-def prefill_slowdown(answers: Sequence[Answer], step: StepTimes) -> float | None:
-    """Seconds of all prefill steps beside decoding over what they take alone, less 1."""
+def prefill_slowdown(
+    answers: Sequence[Answer], step: StepTimes, is_colocated: bool = False
+) -> float | None:
+    """Seconds of all prefill steps, apart those beside decoding, over what they take alone, less 1.
+
+    None if there are none.
+    """
     decoding = [(one.decode_at, one.ended_at) for one in answers]
     taken_s = alone_s = 0.0
     for prompts in _prefill_steps(answers):
         began_at, ended_at = prompts[0].prefill_at, prompts[0].first_token_at
-        if _covered_s(decoding, began_at, ended_at) < (1 - _MOST_IDLE) * (ended_at - began_at):
+        beside_s = _covered_s(decoding, began_at, ended_at)
+        if not is_colocated and beside_s < (1 - _MOST_IDLE) * (ended_at - began_at):
             continue
         lengths = [one.prompt_tokens for one in prompts]
         taken_s += ended_at - began_at
@@ -55,20 +69,38 @@ def prefill_slowdown(answers: Sequence[Answer], step: StepTimes) -> float | None
     return taken_s / alone_s - 1.0 if alone_s else None
 
 
-def decode_slowdown(answers: Sequence[Answer], step: StepTimes) -> float | None:
-    """How much longer steps must take while prompts are computed for so many tokens to come.
+def decode_slowdown(
+    answers: Sequence[Answer], step: StepTimes, is_colocated: bool = False
+) -> float | None:
+    """How much longer decode steps must take for so many tokens to come.
+
+    Apart: those while prompts were computed; None if too few were. A colocated instance decodes
+    only while it computes no prompts.
+    """
+    alone, beside = _tokens_alone(answers, step)
+    came = sum(one.num_gaps for one in answers)
+    if is_colocated:
+        return alone / came - 1.0 if came else None
+    came_beside = came - alone
+    if beside < _LEAST_BESIDE * came or came_beside <= 0:
+        return None
+    return beside / came_beside - 1.0
+
+
+def _tokens_alone(answers: Sequence[Answer], step: StepTimes) -> tuple[float, float]:
+    """Tokens that would have come at the pace of lone steps: while no prompts were computed, and
+    while some were.
 
     Between two moments at which a request comes, goes, or a prefill step begins or ends, the
-    batch stays the same, and so does what steps take alone.
+    batch stays the same.
     """
     prefilling = [(s[0].prefill_at, s[0].first_token_at) for s in _prefill_steps(answers)]
     decode_at = np.array([one.decode_at for one in answers])
     ended_at = np.array([one.ended_at for one in answers])
-    gaps = np.array([one.num_gaps for one in answers], float)
     first_context = np.array([one.prompt_tokens + 1 for one in answers], float)
-    tokens_per_s = gaps / (ended_at - decode_at)
+    tokens_per_s = np.array([one.num_gaps for one in answers]) / (ended_at - decode_at)
     moments = np.unique([*decode_at, *ended_at, *np.ravel(prefilling)])
-    alone = {False: 0.0, True: 0.0}  # tokens, by whether prompts were computed meanwhile
+    tokens = [0.0, 0.0]
     for begin, end in zip(moments, moments[1:], strict=False):
         here = (decode_at <= begin) & (end <= ended_at)
         if not here.any():
@@ -77,11 +109,8 @@ def decode_slowdown(answers: Sequence[Answer], step: StepTimes) -> float | None:
         done = ((begin + end) / 2 - decode_at[here]) * tokens_per_s[here]
         step_s = step.decode_s(batch, float((first_context[here] + done).sum()))
         is_beside = any(first <= begin and end <= last for first, last in prefilling)
-        alone[is_beside] += batch * (end - begin) / step_s
-    came_beside = gaps.sum() - alone[False]
-    if alone[True] < _LEAST_BESIDE * gaps.sum() or came_beside <= 0:
-        return None
-    return float(alone[True] / came_beside - 1.0)
+        tokens[is_beside] += float(batch * (end - begin) / step_s)
+    return tokens[0], tokens[1]
 
 
 def _prefill_steps(answers: Sequence[Answer]) -> list[list[Answer]]:

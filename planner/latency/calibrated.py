@@ -38,6 +38,8 @@ class CalibratedModel:
         prompt token or request of it.
     prefill_slowdown, decode_slowdown
         What steps take longer beside an instance of the other role, see `Deployment`.
+    is_colocated
+        The instance does both: its steps always take that much longer.
     """
 
     model: ModelSpec
@@ -53,6 +55,7 @@ class CalibratedModel:
     decode_extra_per_request_s: float = 0.0
     prefill_slowdown: float = 0.0
     decode_slowdown: float = 0.0
+    is_colocated: bool = False
     memory: MemoryBudget = field(default_factory=MemoryBudget)
 
     def step_times(self, model: ModelSpec, gpu: GPU, parallelism: Parallelism) -> StepTimes:
@@ -79,7 +82,10 @@ class CalibratedModel:
         )
         paper = PaperModel({1: inside}, self.memory, self.max_batch_size)
         step = paper.step_times(model, self.hardware, parallelism)
-        return replace(step, prefill_budget_tokens=self.prefill_budget_tokens)
+        step = replace(step, prefill_budget_tokens=self.prefill_budget_tokens)
+        if self.is_colocated:
+            step = step.slowed(self.prefill_slowdown, self.decode_slowdown)
+        return step
 
     def alone(self) -> CalibratedModel:
         """The same without what a service adds to its steps."""
@@ -89,6 +95,7 @@ class CalibratedModel:
             prefill_extra_per_token_s=0.0,
             decode_extra_s=0.0,
             decode_extra_per_request_s=0.0,
+            is_colocated=False,
         )
 
     def on(self, cluster: Cluster) -> Cluster:
@@ -97,13 +104,13 @@ class CalibratedModel:
             replace(group, gpu=self.measured(group.gpu).priced(group.gpu.price_per_hour))
             for group in cluster.groups
         )
-        return replace(
-            cluster,
-            groups=groups,
-            link_latency_s=self.hand_over_s,
-            prefill_slowdown=self.prefill_slowdown,
-            decode_slowdown=self.decode_slowdown,
-        )
+        return replace(cluster, groups=groups, link_latency_s=self.hand_over_s, **self.beside)
+
+    @property
+    def beside(self) -> dict[str, float]:
+        """What steps take longer beside an instance of the other role, as `Deployment` has it."""
+        shares = (0.0, 0.0) if self.is_colocated else (self.prefill_slowdown, self.decode_slowdown)
+        return dict(zip(("prefill_slowdown", "decode_slowdown"), shares, strict=True))
 
     def less_dispatch(self, slo: SLO) -> SLO:
         """What is left of the limits once a request is dispatched.

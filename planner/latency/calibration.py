@@ -155,7 +155,7 @@ class Overheads(_Strict):
 
 
 class Slowdown(_Strict):
-    """What a step takes longer beside the other role, as a share: median and quartiles' range."""
+    """What a step takes longer in traffic, as a share: median and quartiles' range."""
 
     median: NotNegative
     spread: NotNegative
@@ -163,7 +163,10 @@ class Slowdown(_Strict):
 
 
 class Sharing(_Strict):
-    """What a prefill and a decode instance cost each other that compute at the same time."""
+    """What a prefill and a decode instance cost each other that compute at the same time.
+
+    Of a colocated instance, what its steps take longer in mixed traffic.
+    """
 
     prefill: Slowdown
     decode: Slowdown
@@ -186,7 +189,7 @@ class Calibration(_Strict):
     kv_transfers: list[TransferPoint]
     overheads: Overheads
     sharing: Sharing | None
-    """None where two instances would not have had cores of their own."""
+    """None where no mixed traffic could be measured."""
 
     def latency(self) -> CalibratedModel:
         """What the planner reads."""
@@ -212,6 +215,7 @@ class Calibration(_Strict):
             decode_extra_per_request_s=added.decode_extra_per_request_s,
             prefill_slowdown=sharing.prefill.median if sharing else 0.0,
             decode_slowdown=sharing.decode.median if sharing else 0.0,
+            is_colocated=added.is_colocated,
         )
 
     def write(self, path: str | Path) -> None:

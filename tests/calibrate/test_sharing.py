@@ -23,43 +23,50 @@ def step(model, true):
     return latency.step_times(model, hardware, Parallelism())
 
 
-@pytest.fixture
-def answered(step):
-    """``answered(rate, prefill_slowdown, decode_slowdown)``: requests as the simulator has them."""
+def apart(step, prefill: float, decode: float) -> Deployment:
+    """One instance of each role, with what they cost each other."""
+    return Deployment.disaggregated(
+        step, 1, step, 1, prefill_slowdown=prefill, decode_slowdown=decode,
+        kv_bytes_per_token=1000, link_bandwidth=1e10, link_latency_s=0.001,
+    )  # fmt: skip
 
-    def make(rate: float, prefill: float, decode: float) -> list[Answer]:
-        rng = np.random.default_rng(0)
-        arrival = np.cumsum(rng.exponential(1 / rate, 120))
-        prompt, output = rng.integers(20, 300, 120), rng.integers(8, 48, 120)
-        deployment = Deployment.disaggregated(
-            step, 1, step, 1, prefill_slowdown=prefill, decode_slowdown=decode,
-            kv_bytes_per_token=1000, link_bandwidth=1e10, link_latency_s=0.001,
-        )  # fmt: skip
-        found = simulate(Workload.from_arrays(arrival, prompt, output), deployment).timelines
-        stages = np.stack([found[name].values for name in STAGES], axis=1).tolist()
-        rows = zip(prompt.tolist(), output.tolist(), arrival.tolist(), stages, strict=True)
-        return [Answer(p, o - 1, at, Timeline(*times)) for p, o, at, times in rows]
 
-    return make
+def answered(rate: float, deployment: Deployment) -> list[Answer]:
+    """Requests as the simulator has them."""
+    rng = np.random.default_rng(0)
+    arrival = np.cumsum(rng.exponential(1 / rate, 120))
+    prompt, output = rng.integers(20, 300, 120), rng.integers(8, 48, 120)
+    found = simulate(Workload.from_arrays(arrival, prompt, output), deployment).timelines
+    stages = np.stack([found[name].values for name in STAGES], axis=1).tolist()
+    rows = zip(prompt.tolist(), output.tolist(), arrival.tolist(), stages, strict=True)
+    return [Answer(p, o - 1, at, Timeline(*times)) for p, o, at, times in rows]
 
 
 @pytest.mark.parametrize("rate", [0.1, 0.3])
 @pytest.mark.parametrize(("prefill", "decode"), [(0.0, 0.0), (0.1, 0.3), (0.4, 0.05)])
-def test_known_costs_are_found_again(answered, step, rate, prefill, decode):
-    traffic = answered(rate, prefill, decode)
+def test_known_costs_are_found_again(step, rate, prefill, decode):
+    traffic = answered(rate, apart(step, prefill, decode))
     assert prefill_slowdown(traffic, step) == pytest.approx(prefill, abs=0.02)
     assert decode_slowdown(traffic, step) == pytest.approx(decode, abs=0.03)
 
 
-def test_the_median_round_counts(answered, step):
-    rounds = [answered(0.2, share, share) for share in (0.1, 0.2, 0.9)]
-    found = sharing_of(rounds, step)
+@pytest.mark.parametrize(("prefill", "decode"), [(0.0, 0.0), (0.1, 0.3)])
+def test_a_colocated_instance_is_slow_by_itself(step, prefill, decode):
+    deployment = Deployment.colocated(step.slowed(prefill, decode), 1)
+    traffic = answered(0.05, deployment)
+    assert prefill_slowdown(traffic, step, is_colocated=True) == pytest.approx(prefill, abs=0.02)
+    assert decode_slowdown(traffic, step, is_colocated=True) == pytest.approx(decode, abs=0.03)
+
+
+def test_the_median_round_counts(step):
+    rounds = [answered(0.2, apart(step, share, share)) for share in (0.1, 0.2, 0.9)]
+    found = sharing_of(rounds, step, False)
     assert found.prefill.median == pytest.approx(0.2, abs=0.02)
     assert (found.prefill.num_repeats, found.decode.num_repeats) == (3, 3)
     assert found.prefill.spread > 0.3
 
 
-def test_roles_that_never_work_at_the_same_time_say_nothing(answered, step):
-    one_by_one = answered(1e-4, 0.1, 0.1)
-    assert sharing_of([one_by_one], step) is None
-    assert sharing_of([], step) is None
+def test_roles_that_never_work_at_the_same_time_say_nothing(step):
+    one_by_one = answered(1e-4, apart(step, 0.1, 0.1))
+    assert sharing_of([one_by_one], step, False) is None
+    assert sharing_of([], step, False) is None

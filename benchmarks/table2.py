@@ -24,8 +24,9 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-from table2_runs import MOST_OTHERS, Key, Run, RunFolder, make_runs
+from table2_runs import Key, Run, RunFolder, make_runs
 
+from daskserve.calibrate.grid import Point
 from daskserve.core.instance import EngineConfig
 from daskserve.core.placement import Parallelism
 from daskserve.core.slo import SLO
@@ -73,7 +74,7 @@ class Rate:
 
     rate: float
     pairs: list[tuple[Side, Side]]
-    others: float
+    disturbance: float
 
     def attainments(self, slo: SLO) -> np.ndarray:
         """``[repeats, 2]``."""
@@ -166,7 +167,7 @@ def rates_run(profile: Calibration, mode: str, folder: RunFolder, keys: list[Key
             for run in runs
         ]
         if pairs:
-            found.append(Rate(rate, pairs, max(run.others for run in runs)))
+            found.append(Rate(rate, pairs, max(run.disturbance for run in runs)))
     return found
 
 
@@ -180,7 +181,7 @@ def show(mode: str, rates: list[Rate], slo: SLO) -> None:
         real, simulation = shares.mean(axis=0)
         cells = f"{one.rate:6g}{real:8.1%} +-{shares[:, 0].std():5.1%} |{simulation:6.1%}"
         cells += "".join(f"{values[0, i]:9.0f} |{values[1, i]:7.0f}" for i in range(4))
-        print(cells + ("  disturbed" if one.others > MOST_OTHERS else ""))
+        print(cells + ("  disturbed" if one.disturbance > 1.0 else ""))
     print("mean ms of the stages" + "".join(f"{name[:-2]:>18}" for name in STAGES))
     for one in rates:
         cells = f"{one.rate:6g}{'':15}"
@@ -279,7 +280,8 @@ def main() -> None:
             f"{mode}-rates", partial(rates_to_run, profile, mode, lengths)
         )
         keys = [Key(mode, rate, n) for n in range(given.repeats) for rate in rates]
-        make_runs(folder, keys, engine_of(profile), workload_at, until)
+        calibrated_s = {Point(s.phase, s.batch, s.tokens): s.median_s for s in profile.steps}
+        make_runs(folder, keys, engine_of(profile), calibrated_s, workload_at, until)
         found = rates_run(profile, mode, folder, keys)
         lightest = keys[0]
         if not folder.has(lightest):

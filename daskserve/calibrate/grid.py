@@ -67,9 +67,9 @@ class Grid:
         Prompt lengths that are sent through a service, and how often each; of those above, so
         that they are measured as lone steps too.
     service_batches, num_service_rows
-        Batches that decode in a service, and how often each; as many rounds of mixed traffic.
-    traffic_tokens, num_traffic_requests
-        Prompt lengths of mixed traffic, and requests of a round.
+        Batches that decode in a service, and how often each.
+    traffic_tokens, num_traffic_requests, num_traffic_rounds
+        Prompt lengths of mixed traffic, requests of a round, and rounds.
     """
 
     num_rounds: int
@@ -86,6 +86,7 @@ class Grid:
     num_service_rows: int
     traffic_tokens: tuple[int, ...]
     num_traffic_requests: int
+    num_traffic_rounds: int
 
     def points(
         self, context_tokens: int, max_batch_size: int, num_blocks: int, block_size: int
@@ -142,6 +143,7 @@ FULL = Grid(
     num_service_rows=3,
     traffic_tokens=(24, 55, 70, 104, 150, 246, 330),
     num_traffic_requests=60,
+    num_traffic_rounds=7,
 )
 QUICK = Grid(
     num_rounds=5,
@@ -158,4 +160,5 @@ QUICK = Grid(
     num_service_rows=2,
     traffic_tokens=(55, 104, 246),
     num_traffic_requests=30,
+    num_traffic_rounds=3,
 )

@@ -170,13 +170,13 @@ def _serve(
 def _mixed(
     service: Service, grid: Grid, context_tokens: int, on_progress: OnProgress
 ) -> list[list[Answer]]:
-    """As many rounds of mixed traffic as decode rows; none where no prompt fits."""
+    """Rounds of mixed traffic; none where no prompt fits."""
     on_progress("mixed traffic")
     room = context_tokens - max(TRAFFIC_OUTPUT_TOKENS)
     prompts = [tokens for tokens in grid.traffic_tokens if tokens <= room]
     return [
         traffic(service, prompts, grid.num_traffic_requests, seed=number)
-        for number in range(grid.num_service_rows if prompts else 0)
+        for number in range(grid.num_traffic_rounds if prompts else 0)
     ]
 
 

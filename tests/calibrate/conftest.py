@@ -27,6 +27,7 @@ TINY = replace(
     num_service_rows=2,
     traffic_tokens=(16, 64),
     num_traffic_requests=20,
+    num_traffic_rounds=2,
 )
 TRUE = PaperCoefficients(
     2e-12, 3e-11, 0.004, 1.6e-10, 4e-11,

@@ -36,7 +36,10 @@ def _rounded_bits(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
 
 @define(ints, floats, floats)
 def pack_pair(builder, low, high):
-    """Two features as bfloat16 side by side in each lane, ``low`` in the lower half."""
+    """Two features as bfloat16 side by side in each lane, ``low`` in the lower half.
+
+    CPUs with an instruction for it take subnormal numbers for 0.
+    """
     if HAS_AVX512_BF16:
         name = "llvm.x86.avx512bf16.cvtne2ps2bf16.512"
         halves = ir.VectorType(ir.IntType(16), 32)

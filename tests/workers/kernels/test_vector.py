@@ -51,9 +51,10 @@ def _transpose(source, four, all_lanes, row_bytes, num_rows):
     store_transposed(source, all_lanes, row_bytes, num_rows)
 
 
-numbers = st.lists(st.floats(-99, 99, width=32), min_size=16, max_size=16).map(
-    lambda values: np.array(values, dtype="f4")
-)
+# Without subnormal numbers: the CPU's own rounding to bfloat16 takes them for 0.
+numbers = st.lists(
+    st.floats(-99, 99, width=32, allow_subnormal=False), min_size=16, max_size=16
+).map(lambda values: np.array(values, dtype="f4"))
 
 
 @settings(deadline=None)

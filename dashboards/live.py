@@ -175,7 +175,7 @@ class LivePage(Page):
             Number("Attainment", "", series(lambda s: s.attainment), percent_text,
                    no_slo or (f"target {target:.0%}" if target else ""), least=target),
             Number("Rate", "req/s", series(lambda s: s.arrived_per_s), number_text, rate + failed),
-            Number("Cost", "per M tokens",
+            Number("Cost", "/M tokens",
                    series(lambda s: s.cost_per_million_tokens(self._price)), dollars_text, price),
             Number("Output", "tokens/s", series(lambda s: s.output_tokens_per_s), number_text,
                    f"{number_text(newest.prompt_tokens_per_s)} prompt tokens/s" if newest else ""),

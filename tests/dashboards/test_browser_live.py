@@ -87,7 +87,7 @@ def test_the_picture_of_the_readme(chromium):
         with dashboard("--scheduler", service.client.scheduler.address, *limits) as address:
             tab = Tab(chromium, "light", 1400, 1070).open(address, "live")
             for second in range(90):
-                number = 80 if 45 <= second < 55 else 6 + second % 5
+                number = 400 if 45 <= second < 55 else 6 + second % 5
                 params = SamplingParams(max_tokens=16)
                 futures = service.map(["some words of a prompt"] * number, params)
                 tab.page.wait_for_timeout(900)

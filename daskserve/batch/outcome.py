@@ -32,9 +32,12 @@ class Outcome:
 
     @classmethod
     def of(cls, row: int, completion: Completion) -> Outcome:
-        return cls(
+        """With the times as the journal keeps them: what is counted now, and again from there,
+        is the same."""
+        found = cls(
             row, completion.num_prompt_tokens, completion.num_output_tokens, completion.timeline
         )
+        return cls.from_record(found.to_record())
 
     @classmethod
     def failure(cls, row: int, custom_id: str, code: str, message: str) -> Outcome:

@@ -11,7 +11,7 @@ from daskserve.batch.outcome import Outcome
 from daskserve.batch.progress import ProgressView
 from daskserve.batch.stats import LatencyHistogram
 from daskserve.batch.summary import BatchSummary, Tally
-from daskserve.core.request import Timeline
+from daskserve.core.request import Completion, Timeline
 from daskserve.core.slo import SLO
 
 
@@ -104,3 +104,10 @@ def test_terminal_progress_is_a_bar():
     with ProgressView(tally, 2, interval_s=1, stream=stream):
         tally.add(answered(0, 0.1, 0.01))
     assert "1/2 rows" in stream.getvalue() and "TPOT 10.0 ms" in stream.getvalue()
+
+
+def test_an_outcome_has_the_times_that_the_journal_keeps():
+    timeline = Timeline(0.0123456789, 0.1, 0.2, 0.3, 0.4000000004)
+    outcome = Outcome.of(3, Completion("r", "hi", (1, 2), "length", 5, timeline))
+    assert outcome == Outcome.from_record(outcome.to_record())
+    assert outcome.timeline.ttft_s == pytest.approx(timeline.ttft_s, abs=1e-6)

@@ -255,7 +255,7 @@ class KVServer:
             for piece in _pieces(views):
                 await _soon(stream.write(piece), self._stall_s)
         else:
-            for frame in device.frames() if device else map(KVFrame, _pieces(views)):
+            for frame in device.frames() if device else _host_frames(views):
                 message = {"kv": to_serialize(frame)}
                 await _soon(comm.write(message, serializers=SERIALIZERS), self._stall_s)
         if await _soon(comm.read(deserializers=_PLAIN), self._stall_s) != DONE:
@@ -276,6 +276,12 @@ def _pieces(views: Views) -> Iterator[memoryview]:
     for view in views.chunks if isinstance(views, KVStream) else views:
         for start in range(0, view.nbytes, _PIECE_BYTES):
             yield view[start : start + _PIECE_BYTES]
+
+
+def _host_frames(views: Views) -> Iterator[KVFrame]:
+    """In-process a message is read after the next is written; chunks of a stream share memory."""
+    for piece in _pieces(views):
+        yield KVFrame(memoryview(bytes(piece)) if isinstance(views, KVStream) else piece)
 
 
 def _device_frames(comm: Comm, views: Views) -> DeviceFrames | None:

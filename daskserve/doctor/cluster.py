@@ -9,7 +9,7 @@ from distributed import Client
 
 from daskserve.host.report import HostReport, host_report
 from daskserve.models.cache import cache_dir
-from daskserve.service.joining import Say, reaching, scheduler_address
+from daskserve.service.joining import Say, reach_async
 from daskserve.service.presence import (
     Presence,
     client_presence,
@@ -37,10 +37,7 @@ async def look_around(scheduler: str, say: Say) -> tuple[list[Presence], list[Ho
     ClusterError
         There is no scheduler.
     """
-    with reaching(scheduler, say):
-        address = await asyncio.to_thread(scheduler_address, scheduler)
-        client = await Client(address, asynchronous=True)
-    async with client:
+    async with await reach_async(scheduler, say) as client:
         addresses = (await client.scheduler.identity(n_workers=-1))["workers"]
         workers = await presences(client, addresses)
         everybody = [client_presence(), await scheduler_presence(client), *workers]

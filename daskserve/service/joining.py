@@ -14,9 +14,10 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import dask
-from distributed import Client
+from distributed import Client, SpecCluster
 
 from daskserve.core.instance import EngineConfig
 from daskserve.core.placement import Placement
@@ -86,8 +87,43 @@ def scheduler_address(given: str) -> str:
             time.sleep(_POLL_S)  # the scheduler may be about to write it
 
 
+class _Client(Client):
+    """Closes at once when it cannot connect.
+
+    Left to a garbage collection, it would be closed in whatever thread collects, which may be one
+    whose start somebody awaits with the lock that closing needs: both would wait forever.
+    """
+
+    def start(self, **kwargs: Any) -> None:
+        try:
+            super().start(**kwargs)
+        except BaseException:
+            self.close()
+            raise
+
+
+def reach(scheduler: str | SpecCluster, say: Say) -> Client:
+    """A client of a scheduler, given as for `scheduler_address`, or of a cluster (ClusterError)."""
+    with _reaching(scheduler, say):
+        return _Client(scheduler_address(scheduler) if isinstance(scheduler, str) else scheduler)
+
+
+async def reach_async(scheduler: str | SpecCluster, say: Say) -> Client:
+    """As `reach`, for use in this event loop."""
+    with _reaching(scheduler, say):
+        where: str | SpecCluster = scheduler
+        if isinstance(scheduler, str):
+            where = await asyncio.to_thread(scheduler_address, scheduler)
+        client = Client(where, asynchronous=True)
+        try:
+            return await client
+        except BaseException:
+            await client.close()
+            raise
+
+
 @contextmanager
-def reaching(scheduler: object, say: Say) -> Iterator[None]:
+def _reaching(scheduler: object, say: Say) -> Iterator[None]:
     """Around a connection to a scheduler: says that it takes long, and clearly that it failed."""
     timeout = dask.config.get("distributed.comm.timeouts.connect")
     text = f"waiting for the Dask scheduler at {scheduler}, up to {timeout}"

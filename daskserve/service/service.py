@@ -22,7 +22,7 @@ from daskserve.service.connection import Connection
 from daskserve.service.control import InstanceControl
 from daskserve.service.figures import ServiceFigures
 from daskserve.service.graph import submit_graph
-from daskserve.service.joining import Expected, reaching, scheduler_address
+from daskserve.service.joining import Expected, reach, reach_async
 from daskserve.service.local import Cores, Instances, local_cluster, own_cluster_config, shapes_of
 from daskserve.service.online import OnlineRequests
 from daskserve.service.requests import Prompt, RequestMaker
@@ -273,8 +273,7 @@ class Service(InstanceControl, ServiceFigures):
                 with dask.config.set(own_cluster_config(self._settings.dashboard_address)):
                     self._cluster = self._new_cluster()
             if self.client is None:
-                with reaching(self._given, self._expected.say):
-                    self.client = Client(self._cluster or scheduler_address(self._given))
+                self.client = reach(self._cluster or self._given, self._expected.say)
             self.client.sync(self._join)
         except BaseException:
             self.close()
@@ -290,9 +289,8 @@ class Service(InstanceControl, ServiceFigures):
                 with dask.config.set(own_cluster_config(self._settings.dashboard_address)):
                     self._cluster = await self._new_cluster()
             if self.client is None:
-                with reaching(self._given, self._expected.say):
-                    where = self._cluster or await asyncio.to_thread(scheduler_address, self._given)
-                    self.client = await Client(where, asynchronous=True)
+                where = self._cluster or self._given
+                self.client = await reach_async(where, self._expected.say)
             await self._join()
         except BaseException:
             await self._close()

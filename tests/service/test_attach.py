@@ -200,13 +200,36 @@ def test_a_worker_that_joins_and_cannot_set_up_is_named(cluster, mock):
             service.submit("hello", PARAMS).result(timeout=10)
 
 
-@pytest.mark.parametrize("address", ["tcp://127.0.0.1:1", "nonsense"])
-def test_no_scheduler_at_the_address(address):
-    with (
-        dask.config.set({"distributed.comm.timeouts.connect": "200ms"}),
-        pytest.raises(ClusterError, match="no Dask scheduler"),
-    ):
+@pytest.fixture
+def clients(monkeypatch) -> list[Client]:
+    """Every client that is made."""
+    made: list[Client] = []
+    init = Client.__init__
+
+    def remembering(self, *args, **kwargs) -> None:
+        made.append(self)
+        init(self, *args, **kwargs)
+
+    monkeypatch.setattr(Client, "__init__", remembering)
+    return made
+
+
+NOWHERE = pytest.mark.parametrize("address", ["tcp://127.0.0.1:1", "nonsense"])
+SOON = {"distributed.comm.timeouts.connect": "200ms"}
+
+
+@NOWHERE
+def test_no_scheduler_at_the_address(address, clients):
+    with dask.config.set(SOON), pytest.raises(ClusterError, match="no Dask scheduler"):
         Service.attach(address, EngineConfig(model="mock"))
+    assert [client.status for client in clients] == ["closed"]
+
+
+@NOWHERE
+async def test_no_scheduler_at_the_address_in_asynchronous_code(address, clients):
+    with dask.config.set(SOON), pytest.raises(ClusterError, match="no Dask scheduler"):
+        await Service.attach(address, EngineConfig(model="mock"), asynchronous=True)
+    assert [client.status for client in clients] == ["closed"]
 
 
 def test_a_closed_service_says_so(cluster, mock):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -42,6 +43,7 @@ def split(points: Sequence[Point], seed: int = 0) -> Split:
     """A third of each phase is held out, drawn at random, but for the ends of every range.
 
     What lies outside the fitted points would judge extrapolation, which nobody asks of a profile.
+    Of every batch one point at least is fitted, since times between batches go up in stairs.
     """
     rng = np.random.default_rng(seed)
     held_out: set[Point] = set()
@@ -49,8 +51,15 @@ def split(points: Sequence[Point], seed: int = 0) -> Split:
         mine = [point for point in points if point.phase == phase]
         ends = {end(mine, key=key) for end in (min, max) for key in _RANGES}
         inner = [point for point in mine if point not in ends]
-        count = min(round(len(mine) * HELD_OUT_SHARE), len(inner))
-        held_out |= {inner[index] for index in rng.permutation(len(inner))[:count]}
+        count = round(len(mine) * HELD_OUT_SHARE)
+        left = Counter(point.batch for point in mine)
+        drawn: list[Point] = []
+        for index in rng.permutation(len(inner)):
+            point = inner[index]
+            if len(drawn) < count and left[point.batch] > 1:
+                drawn.append(point)
+                left[point.batch] -= 1
+        held_out.update(drawn)
     return Split(tuple(p for p in points if p not in held_out), frozenset(held_out))
 
 

@@ -62,7 +62,8 @@ class Grid:
     prompt_counts, prompt_lengths, batch_sizes, contexts
         Combined in all ways that fit. Engines compute a prompt in whole tiles, so that its time
         goes up in stairs: lengths are not those of full tiles, which no traffic has, and need
-        odd and even numbers of tiles alike.
+        odd and even numbers of tiles alike. Decode steps compute requests in such tiles too: their
+        time goes up with the first request of a tile, so that the last and the first are there.
     hand_over_tokens, num_hand_overs
         Prompt lengths that are sent through a service, and how often each; of those above, so
         that they are measured as lone steps too.
@@ -130,12 +131,12 @@ class Grid:
 
 FULL = Grid(
     num_rounds=7,
-    enough_s=80.0,
+    enough_s=110.0,
     most_prefill_tokens=2048,
     most_context_tokens=32_768,
     prompt_counts=(1, 2, 4, 8),
     prompt_lengths=(9, 24, 55, 70, 104, 150, 246, 330, 505, 1000, 1448, 2040),
-    batch_sizes=(1, 2, 4, 8, 16, 24, 32, 48, 64),
+    batch_sizes=(1, 2, 4, 8, 16, 17, 24, 32, 33, 48, 49, 64),
     contexts=(32, 128, 512, 1024),
     hand_over_tokens=(24, 104, 505, 1000, 2040),
     num_hand_overs=8,
@@ -143,7 +144,7 @@ FULL = Grid(
     num_service_rows=3,
     traffic_tokens=(24, 55, 70, 104, 150, 246, 330),
     num_traffic_requests=60,
-    num_traffic_rounds=7,
+    num_traffic_rounds=9,
 )
 QUICK = Grid(
     num_rounds=5,
@@ -152,7 +153,7 @@ QUICK = Grid(
     most_context_tokens=16_384,
     prompt_counts=(1, 2, 4),
     prompt_lengths=(9, 55, 104, 246, 505, 1000),
-    batch_sizes=(1, 2, 4, 8, 16, 32),
+    batch_sizes=(1, 2, 4, 8, 16, 17, 32),
     contexts=(64, 256, 1024),
     hand_over_tokens=(55, 246, 1000),
     num_hand_overs=5,

@@ -20,7 +20,9 @@ from daskserve.service import Service
 PROMPT_TOKENS = 16
 """Of what decodes in batches: short, so that a batch is soon together."""
 
-TRAFFIC_IN_FLIGHT = 12
+TRAFFIC_IN_FLIGHT = (6, 12, 24)
+"""Requests at a time in one round of mixed traffic after the other: light, middling and heavy."""
+
 TRAFFIC_OUTPUT_TOKENS = (8, 48)
 """Fewest and most of a request in mixed traffic."""
 
@@ -103,16 +105,22 @@ async def _together(service: Service, batch: int) -> list[Answer]:
 def traffic(
     service: Service, prompt_tokens: Sequence[int], num_requests: int, seed: int = 0
 ) -> list[Answer]:
-    """Requests of mixed lengths, as many in flight as keep both kinds of instances at work."""
+    """Requests of mixed lengths, as many in flight as keep both kinds of instances at work.
+
+    ``seed`` counts the rounds, of which every one has another load.
+    """
     rng = np.random.default_rng(seed)
     prompts = rng.choice(prompt_tokens, num_requests).tolist()
     low, high = TRAFFIC_OUTPUT_TOKENS
     outputs = rng.integers(low, high + 1, num_requests).tolist()
-    return asyncio.run(_in_flight(service, list(zip(prompts, outputs, strict=True))))
+    most = TRAFFIC_IN_FLIGHT[seed % len(TRAFFIC_IN_FLIGHT)]
+    return asyncio.run(_in_flight(service, list(zip(prompts, outputs, strict=True)), most))
 
 
-async def _in_flight(service: Service, requests: Sequence[tuple[int, int]]) -> list[Answer]:
-    free = asyncio.Semaphore(TRAFFIC_IN_FLIGHT)
+async def _in_flight(
+    service: Service, requests: Sequence[tuple[int, int]], most: int
+) -> list[Answer]:
+    free = asyncio.Semaphore(most)
 
     async def send(prompt: int, output: int) -> Answer:
         async with free:

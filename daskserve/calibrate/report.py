@@ -151,7 +151,7 @@ def _overheads(found: Calibration) -> Table:
         (("prefill", sharing.prefill), ("decode", sharing.decode)) if sharing else ()
     ):
         what = f"{name} step {when}"
-        table.add_row(what, f"+{share.median:.1%}", f"{share.spread:.1%}", str(share.num_repeats))
+        table.add_row(what, f"{share.mean:+.1%}", f"{share.spread:.1%}", str(share.num_repeats))
     link = found.hardware.link_bytes_per_s / 1e9
     table.add_row(
         f"KV transfer, fitted: + bytes at {link:.2f} GB/s", f"{added.kv_latency_s * 1e3:.2f}"

@@ -209,7 +209,7 @@ def calibration_of(measured_here: Measured) -> Calibration:
     if sharing is None:
         reasons.append("no mixed traffic could be measured")
     return Calibration(
-        schema_version=4,
+        schema_version=5,
         is_trusted=not reasons,
         why_not=reasons,
         measured_at=datetime.now(UTC).isoformat(timespec="seconds"),

@@ -27,7 +27,7 @@ _LEAST_BESIDE = 0.2
 def sharing_of(
     rounds: Sequence[Sequence[Answer]], step: StepTimes, is_colocated: bool
 ) -> Sharing | None:
-    """Median over rounds of traffic; None if there is nothing to read.
+    """Means over rounds of traffic; None if there is nothing to read.
 
     Parameters
     ----------
@@ -46,7 +46,9 @@ def sharing_of(
     )
     if not of_prefill or not of_decode:
         return None
-    return Sharing(prefill=_slowdown(of_prefill), decode=_slowdown(of_decode))
+    # Instances do not speed each other up, but a colocated one's steps may beat the fit.
+    least = -1.0 if is_colocated else 0.0
+    return Sharing(prefill=_slowdown(of_prefill, least), decode=_slowdown(of_decode, least))
 
 
 def prefill_slowdown(
@@ -132,8 +134,7 @@ def _covered_s(spans: Sequence[tuple[float, float]], begin: float, end: float) -
     return covered_s
 
 
-def _slowdown(shares: Sequence[float]) -> Slowdown:
-    low, middle, high = np.quantile(shares, (0.25, 0.5, 0.75))
-    return Slowdown(
-        median=max(float(middle), 0.0), spread=float(high - low), num_repeats=len(shares)
-    )
+def _slowdown(shares: Sequence[float], least: float) -> Slowdown:
+    low, high = np.quantile(shares, (0.25, 0.75))
+    mean = max(float(np.mean(shares)), least)
+    return Slowdown(mean=mean, spread=float(high - low), num_repeats=len(shares))

@@ -18,7 +18,7 @@ from daskserve.planner.latency.calibrated import CalibratedModel
 from daskserve.planner.latency.paper import PaperCoefficients
 from daskserve.planner.model_spec import ModelSpec
 
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
 
 Phase = Literal["prefill", "decode"]
 
@@ -155,9 +155,12 @@ class Overheads(_Strict):
 
 
 class Slowdown(_Strict):
-    """What a step takes longer in traffic, as a share: median and quartiles' range."""
+    """What a step takes longer in traffic, as a share: mean of rounds, and their quartiles' range.
 
-    median: NotNegative
+    Means, not medians: what the machine does besides now and then is part of its pace.
+    """
+
+    mean: Annotated[float, Field(gt=-1)]
     spread: NotNegative
     num_repeats: Count
 
@@ -165,7 +168,8 @@ class Slowdown(_Strict):
 class Sharing(_Strict):
     """What a prefill and a decode instance cost each other that compute at the same time.
 
-    Of a colocated instance, what its steps take longer in mixed traffic.
+    Of a colocated instance, what its steps take longer in mixed traffic, or less than that of them
+    which was timed alone.
     """
 
     prefill: Slowdown
@@ -175,7 +179,7 @@ class Sharing(_Strict):
 class Calibration(_Strict):
     """Everything in a profile file."""
 
-    schema_version: Literal[4]
+    schema_version: Literal[5]
     is_trusted: bool
     why_not: list[str]
     measured_at: str
@@ -213,8 +217,8 @@ class Calibration(_Strict):
             prefill_extra_per_token_s=added.prefill_extra_per_token_s,
             decode_extra_s=added.decode_extra.median_s,
             decode_extra_per_request_s=added.decode_extra_per_request_s,
-            prefill_slowdown=sharing.prefill.median if sharing else 0.0,
-            decode_slowdown=sharing.decode.median if sharing else 0.0,
+            prefill_slowdown=sharing.prefill.mean if sharing else 0.0,
+            decode_slowdown=sharing.decode.mean if sharing else 0.0,
             is_colocated=added.is_colocated,
         )
 

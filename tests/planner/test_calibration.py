@@ -27,8 +27,8 @@ def measured(median_s: float) -> dict:
     return {"median_s": median_s, "spread_s": 0.0, "num_repeats": 3}
 
 
-def slowdown(median: float) -> dict:
-    return {"median": median, "spread": 0.0, "num_repeats": 3}
+def slowdown(mean: float) -> dict:
+    return {"mean": mean, "spread": 0.0, "num_repeats": 3}
 
 
 def coefficients(weights: float) -> dict:
@@ -49,7 +49,7 @@ def document(**changes) -> dict:
     weights = ModelSpec.load("llama-3.1-8b").num_active_parameters
     error = {"num_fitted": 10, "num_held_out": 5, "median": 0.02, "p90": 0.05, "limit": 0.1}
     return {
-        "schema_version": 4,
+        "schema_version": 5,
         "is_trusted": True,
         "why_not": [],
         "measured_at": "2026-01-01T00:00:00+00:00",
@@ -145,7 +145,7 @@ def test_other_hardware_models_and_splits_are_refused(write):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"schema_version": 1, "new": 1}, "schema_version=1; this reads version 4"),
+        ({"schema_version": 1, "new": 1}, "schema_version=1; this reads version 5"),
         ({"is_trustd": True}, "is_trustd is not a key; did you mean is_trusted?"),
         ({"is_trusted": "yes"}, "is_trusted: Input should be a valid boolean"),
         ({"overheads": {"is_colocated": False}}, "overheads.dispatch: Field required"),
@@ -170,7 +170,7 @@ def test_requests_of_a_batch_cost_in_a_service_even_where_steps_do_not_grow(writ
 
 
 def test_no_json_and_no_file(tmp_path):
-    (tmp_path / "half.json").write_text('{"schema_version": 4')
+    (tmp_path / "half.json").write_text('{"schema_version": 5')
     with pytest.raises(ConfigError, match="half.json: Invalid JSON"):
         read_calibration(tmp_path / "half.json")
     with pytest.raises(ConfigError, match="cannot read"):

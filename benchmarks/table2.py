@@ -2,8 +2,9 @@
 
 A trace's lengths divided by 8, its requests drawn anew with Poisson arrivals for every rate: one
 prefill and one decode process with a share of the cores each, then one colocated process with all
-of them. The simulator gets what was really sent and when, and the profile of `daskserve
-calibrate`; it knows nothing else of these runs. Limits for TTFT and TPOT follow from the run at
+of them. The simulator gets what was really sent and when, the profile of `daskserve
+calibrate`, and how fast the machine was around a run (lone engine steps, beside those of the
+calibration); it knows nothing else of these runs. Limits for TTFT and TPOT follow from the run at
 the lowest rate, unless given. Runs are files in a folder: a run that is there is not made again,
 so the table can be made in pieces.
 
@@ -74,6 +75,7 @@ class Rate:
 
     rate: float
     pairs: list[tuple[Side, Side]]
+    off_pace: float
     disturbance: float
 
     def attainments(self, slo: SLO) -> np.ndarray:
@@ -105,13 +107,14 @@ def engine_of(profile: Calibration) -> EngineConfig:
     )
 
 
-def deployment_of(profile: Calibration, mode: str) -> Deployment:
-    """What the profile says of the service that is run."""
+def deployment_of(profile: Calibration, mode: str, off_pace: float = 0.0) -> Deployment:
+    """What the profile says of the service that is run, where all takes so much longer."""
     latency = profile.latency()
     model, hardware = latency.model, latency.hardware
     capacity = int(KV_MEMORY_BYTES / model.kv_bytes_per_token)
     step = latency.step_times(model, hardware, Parallelism())
     step = step.limited_to(kv_capacity_tokens=min(capacity, step.kv_capacity_tokens))
+    step = step.slowed(off_pace, off_pace)
     if mode == "colocated":
         return Deployment.colocated(step, 1)
     return Deployment.disaggregated(
@@ -120,16 +123,16 @@ def deployment_of(profile: Calibration, mode: str) -> Deployment:
         step,
         1,
         kv_bytes_per_token=model.kv_bytes_per_token,
-        link_bandwidth=hardware.link_bandwidth,
-        link_latency_s=latency.hand_over_s,
+        link_bandwidth=hardware.link_bandwidth / (1.0 + off_pace),
+        link_latency_s=latency.hand_over_s * (1.0 + off_pace),
         **latency.beside,
     )
 
 
 def simulated(profile: Calibration, mode: str, run: Run) -> Side:
     """The same arrivals in the simulator."""
-    timelines = simulate(run.workload, deployment_of(profile, mode)).timelines
-    dispatch_s = profile.latency().dispatch_s
+    timelines = simulate(run.workload, deployment_of(profile, mode, run.off_pace)).timelines
+    dispatch_s = profile.latency().dispatch_s * (1.0 + run.off_pace)
     stages = {name: timelines[name].values.copy() for name in STAGES}
     stages["prefill_queue_s"] += dispatch_s
     return Side(timelines["ttft_s"].values + dispatch_s, timelines["tpot_s"].values, stages)
@@ -167,7 +170,8 @@ def rates_run(profile: Calibration, mode: str, folder: RunFolder, keys: list[Key
             for run in runs
         ]
         if pairs:
-            found.append(Rate(rate, pairs, max(run.disturbance for run in runs)))
+            off_pace = float(np.mean([run.off_pace for run in runs]))
+            found.append(Rate(rate, pairs, off_pace, max(run.disturbance for run in runs)))
     return found
 
 
@@ -175,11 +179,12 @@ def show(mode: str, rates: list[Rate], slo: SLO) -> None:
     """Attainment and percentiles side by side, then the stages."""
     print(f"{mode}, TTFT {slo.ttft_s:g} s, TPOT {slo.tpot_s:g} s; real | simulated")
     heads = [f"{name} ms" for name in ("TTFT p50", "TTFT p90", "TPOT p50", "TPOT p90")]
-    print(f"{'req/s':>6}{'attainment':>24}" + "".join(f"{head:>18}" for head in heads))
+    print(f"{'req/s':>6}{'pace':>6}{'attainment':>24}" + "".join(f"{head:>18}" for head in heads))
     for one in rates:
         shares, values = one.attainments(slo), one.percentiles_s() * 1e3
         real, simulation = shares.mean(axis=0)
-        cells = f"{one.rate:6g}{real:8.1%} +-{shares[:, 0].std():5.1%} |{simulation:6.1%}"
+        cells = f"{one.rate:6g}{1 / (1 + one.off_pace):6.2f}"
+        cells += f"{real:8.1%} +-{shares[:, 0].std():5.1%} |{simulation:6.1%}"
         cells += "".join(f"{values[0, i]:9.0f} |{values[1, i]:7.0f}" for i in range(4))
         print(cells + ("  disturbed" if one.disturbance > 1.0 else ""))
     print("mean ms of the stages" + "".join(f"{name[:-2]:>18}" for name in STAGES))

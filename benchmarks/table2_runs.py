@@ -2,8 +2,9 @@
 
 Every run knows how much of the machine others used meanwhile, and how far the machine's pace was
 from that of the calibration: lone engine steps are timed before and after it, since virtual
-machines change their pace by a tenth without a trace in CPU times. A run that was disturbed is
-made again; the least disturbed of several tries counts, and says so.
+machines change their pace by a tenth without a trace in CPU times. The simulator is told that
+pace. A run in which it changed, or others disturbed, is made again; the least disturbed of several
+tries counts, and says so.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import numpy as np
 import psutil
 
 from daskserve.calibrate.grid import FULL, Point
+from daskserve.calibrate.pace import Pace
 from daskserve.calibrate.steps import StepRig
 from daskserve.core.instance import EngineConfig
 from daskserve.core.params import SamplingParams
@@ -34,8 +36,8 @@ REQUEST_TIMEOUT_S = 300.0
 MOST_OTHERS = 0.05
 """Share of the machine that may go to others in a run that counts as quiet."""
 
-MOST_OFF_PACE = 0.05
-"""Share by which lone steps may take longer or shorter than when the machine was calibrated."""
+MOST_CHANGE = 0.05
+"""Share by which the machine's pace may change during a run."""
 
 MOST_TRIES = 3
 _WARM_UP_REQUESTS, _WARM_UP_RATE = 12, 2.0
@@ -66,9 +68,9 @@ class Run:
         Seconds of every stage; NaN for a request that failed.
     others
         Share of the machine that others used meanwhile.
-    off_pace
-        How much longer lone steps took around the run than in the calibration, as a share;
-        negative: shorter.
+    off_before, off_after
+        How much longer lone steps took before and after the run than in the calibration, as a
+        share; negative: shorter.
     """
 
     arrival_s: np.ndarray
@@ -76,12 +78,19 @@ class Run:
     output_tokens: np.ndarray
     stages: dict[str, np.ndarray]
     others: float
-    off_pace: float
+    off_before: float = 0.0
+    off_after: float = 0.0
+
+    @property
+    def off_pace(self) -> float:
+        """Around the run, as a share."""
+        return (self.off_before + self.off_after) / 2
 
     @property
     def disturbance(self) -> float:
         """Of what is allowed: above 1 the run says little."""
-        return max(self.others / MOST_OTHERS, abs(self.off_pace) / MOST_OFF_PACE)
+        change = abs(self.off_after - self.off_before)
+        return max(self.others / MOST_OTHERS, change / MOST_CHANGE)
 
     @property
     def workload(self) -> Workload:
@@ -109,7 +118,8 @@ class Run:
             "output_tokens": self.output_tokens.tolist(),
             "stages": columns,
             "others": self.others,
-            "off_pace": self.off_pace,
+            "off_before": self.off_before,
+            "off_after": self.off_after,
         }
         half = path.with_suffix(".part")
         half.write_text(json.dumps(given), encoding="utf-8")
@@ -120,7 +130,8 @@ class Run:
         given = json.loads(path.read_text(encoding="utf-8"))
         stages = {name: np.array(values, float) for name, values in given["stages"].items()}
         arrays = (np.array(given[k]) for k in ("arrival_s", "prompt_tokens", "output_tokens"))
-        return cls(*arrays, stages, given["others"], given["off_pace"])
+        numbers = (given[name] for name in ("others", "off_before", "off_after"))
+        return cls(*arrays, stages, *numbers)
 
 
 class RunFolder:
@@ -166,7 +177,7 @@ def make_runs(
     missing = [key for key in keys if not folder.has(key)]
     if not missing:
         return
-    pace = Pace(config, calibrated_s)
+    pace = Pace(StepRig(config, FULL), calibrated_s)
     counts = {"prefill": 0, "decode": 0, "colocated": 1} if keys[0].mode == "colocated" else {}
     with Service.local(**counts, config=config) as service:
         warm_up = workload_at(_WARM_UP_RATE).dataset.isel(request=slice(_WARM_UP_REQUESTS))
@@ -180,29 +191,6 @@ def make_runs(
             best.write(key.path(folder.path))
 
 
-class Pace:
-    """Times lone engine steps in this process, as the calibration has done."""
-
-    POINTS = tuple(Point("prefill", 1, tokens) for tokens in (104, 246)) + tuple(
-        Point("decode", batch, 128) for batch in (8, 16)
-    )
-    REPEATS = 5
-
-    def __init__(self, config: EngineConfig, calibrated_s: Mapping[Point, float]) -> None:
-        self._rig = StepRig(config, FULL)
-        self._calibrated_s = calibrated_s
-        self.off()  # warms up
-
-    def off(self) -> float:
-        """How much longer they take than then, as a share."""
-        ratios = [
-            np.median([self._rig.seconds(point) for _ in range(self.REPEATS)]) / then_s
-            for point in self.POINTS
-            if (then_s := self._calibrated_s.get(point))
-        ]
-        return float(np.mean(ratios)) - 1.0
-
-
 def _quietest(service: Service, workload: Workload, key: Key, pace: Pace, until: float) -> Run:
     best: Run | None = None
     span_s = float(workload.arrays()[0][-1])
@@ -210,7 +198,7 @@ def _quietest(service: Service, workload: Workload, key: Key, pace: Pace, until:
         before = pace.off()
         run = served(service, workload, key.repeat)
         after = pace.off()
-        run = replace(run, off_pace=max(before, after, key=abs))
+        run = replace(run, off_before=before, off_after=after)
         print(
             f"{key}: others used {run.others:.1%} of the machine, steps took {before:+.1%} before"
             f" and {after:+.1%} after, try {number}",
@@ -249,7 +237,7 @@ def served(service: Service, workload: Workload, seed: int) -> Run:
     ]
     others = use.of_others()
     stages = {name: np.array([one[name] for one in timelines], float) for name in STAGES}
-    return Run(np.array(left_at) - left_at[0], prompts, outputs, stages, others, 0.0)
+    return Run(np.array(left_at) - left_at[0], prompts, outputs, stages, others)
 
 
 class _Use:

@@ -22,6 +22,7 @@ from daskserve.calibrate.grid import Grid, Point
 from daskserve.calibrate.handing_over import hand_overs, link_of, measurement, transfers_of
 from daskserve.calibrate.in_service import TRAFFIC_OUTPUT_TOKENS, Answer, decode_steps, traffic
 from daskserve.calibrate.machine import HARDWARE, hardware_facts, machine_facts
+from daskserve.calibrate.pace import Pace
 from daskserve.calibrate.service_fit import Served, overheads_of
 from daskserve.calibrate.sharing import sharing_of
 from daskserve.calibrate.steps import StepRig, measure_steps
@@ -63,7 +64,7 @@ class Measured:
     times
         Repeats of every step, in seconds.
     served
-        What services took.
+        What services took, at the pace that the machine had when it made the steps.
     page_bytes
         KV bytes of one page.
     """
@@ -130,9 +131,13 @@ def _measure(
     medians_s = {point: float(np.median(values)) for point, values in times.items()}
     config = replace(config, prefill_budget_tokens=_budget_tokens(config, medians_s))
     context_tokens, page_bytes = rig.shape.context_tokens, rig.page_bytes
+    before = Pace(rig, medians_s).off()
     del rig  # the services load the model again
     served = _serve(config, grid, context_tokens, on_progress)
-    return Measured(config, model, times, served, page_bytes)
+    on_progress("timing lone steps once more")
+    off = (before + Pace(StepRig(config, grid, load), medians_s).off()) / 2
+    on_progress(f"lone steps took {off:+.1%} around the service; its times count less that much")
+    return Measured(config, model, times, served.at_pace(1.0 / (1.0 + off)), page_bytes)
 
 
 def _serve(

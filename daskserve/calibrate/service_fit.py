@@ -7,7 +7,7 @@ what a prompt takes goes up in stairs; else as the fit says.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from scipy.optimize import nnls
@@ -16,8 +16,10 @@ from daskserve.calibrate.grid import Point
 from daskserve.calibrate.handing_over import HandOver, measurement
 from daskserve.calibrate.in_service import Answer, DecodeSteps
 from daskserve.core.placement import Parallelism
+from daskserve.core.request import Timeline
 from daskserve.planner.latency import CalibratedModel
 from daskserve.planner.latency.calibration import Measurement, Overheads
+from daskserve.planner.simulator.result import STAGES
 from daskserve.planner.step_times import StepTimes
 
 
@@ -42,6 +44,25 @@ class Served:
     decodes: list[DecodeSteps]
     traffic: list[list[Answer]]
     is_colocated: bool
+
+    def at_pace(self, pace: float) -> Served:
+        """All times as they were on a machine where they take ``pace`` of what they took."""
+        return Served(
+            [replace(one, timeline=_slowed(one.timeline, pace)) for one in self.apart],
+            [replace(one, timeline=_slowed(one.timeline, pace)) for one in self.alone],
+            [replace(one, step_s=one.step_s * pace) for one in self.decodes],
+            [[_answer_at(one, pace) for one in answers] for answers in self.traffic],
+            self.is_colocated,
+        )
+
+
+def _answer_at(one: Answer, pace: float) -> Answer:
+    timeline = _slowed(one.timeline, pace)
+    return replace(one, submitted_at=one.submitted_at * pace, timeline=timeline)
+
+
+def _slowed(timeline: Timeline, pace: float) -> Timeline:
+    return replace(timeline, **{name: getattr(timeline, name) * pace for name in STAGES})
 
 
 def overheads_of(

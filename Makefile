@@ -39,7 +39,7 @@ test-ucx:
 	$(UCX_PIP) install --editable ".[dev]"
 	if $(UCX_PIP) install $(UCXX); then \
 	  UCX_TLS=tcp,shm,self UCXPY_CONNECT_TIMEOUT=60 DASK_DASKSERVE__SERVICE__PROTOCOL=ucx \
-	    $(UCX_VENV)/bin/pytest -q tests/batch tests/service; \
+	    $(UCX_VENV)/bin/pytest -q -m "not gpu" tests/batch; \
 	else echo "skipped: the packages of UCXX cannot be had here ($(UCXX))"; fi
 
 # TORCH stands unquoted so that it may hold pip options, such as another index.

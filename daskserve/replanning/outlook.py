@@ -42,6 +42,8 @@ class Outlook:
         What counts as goodput.
     kv_bytes_per_token, link_bandwidth, link_latency_s
         Of the KV transfers, see `Deployment`.
+    prefill_slowdown, decode_slowdown
+        What steps take longer beside instances of the other role, see `Deployment`.
     max_requests
         Most requests of one simulated run.
     tolerance
@@ -53,6 +55,8 @@ class Outlook:
     kv_bytes_per_token: float = 0.0
     link_bandwidth: float = math.inf
     link_latency_s: float = 0.0
+    prefill_slowdown: float = 0.0
+    decode_slowdown: float = 0.0
     max_requests: int = 20_000
     tolerance: float = 0.03
 
@@ -70,6 +74,8 @@ class Outlook:
             kv_bytes_per_token=self.kv_bytes_per_token,
             link_bandwidth=self.link_bandwidth,
             link_latency_s=self.link_latency_s,
+            prefill_slowdown=self.prefill_slowdown,
+            decode_slowdown=self.decode_slowdown,
         )
 
     def predict(

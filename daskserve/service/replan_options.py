@@ -81,4 +81,5 @@ def outlook_of(
         kv_bytes_per_token=found.model.kv_bytes_per_token,
         link_bandwidth=latency.hardware.link_bandwidth,
         link_latency_s=latency.hand_over_s,
+        **latency.beside,
     )

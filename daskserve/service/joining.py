@@ -87,7 +87,7 @@ def scheduler_address(given: str) -> str:
             time.sleep(_POLL_S)  # the scheduler may be about to write it
 
 
-class _Client(Client):
+class ServiceClient(Client):
     """Closes at once when it cannot connect.
 
     Left to a garbage collection, it would be closed in whatever thread collects, which may be one
@@ -105,7 +105,9 @@ class _Client(Client):
 def reach(scheduler: str | SpecCluster, say: Say) -> Client:
     """A client of a scheduler, given as for `scheduler_address`, or of a cluster (ClusterError)."""
     with _reaching(scheduler, say):
-        return _Client(scheduler_address(scheduler) if isinstance(scheduler, str) else scheduler)
+        return ServiceClient(
+            scheduler_address(scheduler) if isinstance(scheduler, str) else scheduler
+        )
 
 
 async def reach_async(scheduler: str | SpecCluster, say: Say) -> Client:

@@ -104,7 +104,8 @@ class Team:
         self._orders = [queue.SimpleQueue() for _ in range(num_threads - 1)]
         for index, orders in enumerate(self._orders, start=1):
             name = f"daskserve-kernel-{index}"
-            threading.Thread(target=_serve, args=(orders, index), name=name, daemon=True).start()
+            given = (orders, index, self.sync)
+            threading.Thread(target=_serve, args=given, name=name, daemon=True).start()
         weakref.finalize(self, _dismiss, self._orders)
 
     def run(self, function: Callable, *arguments: object) -> None:
@@ -114,7 +115,9 @@ class Team:
         function(0, *arguments)
 
 
-def _serve(orders: queue.SimpleQueue, index: int) -> None:
+def _serve(orders: queue.SimpleQueue, index: int, sync: np.ndarray) -> None:
+    # Keeps the shared words: it may be in the last barrier still when the caller has left it and
+    # drops the team, and would write into whatever has their memory then.
     while (order := orders.get()) is not None:
         function, arguments = order
         function(index, *arguments)

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import gc
+import threading
+import time
+import weakref
+
 import numpy as np
 import pytest
 
@@ -32,6 +37,27 @@ def test_nobody_passes_before_all_have_come(num_threads: int, rounds: int, late:
     team.run(_count, *arguments)
     team.run(_count, num_threads, team.sync.ctypes.data, totals[:0].ctypes.data, 0, 0)
     assert totals.tolist() == [rounds * num_threads, 0]
+
+
+def test_the_shared_words_stay_until_the_last_thread_has_left() -> None:
+    team, gate, has_left = Team(2), threading.Event(), threading.Event()
+    words = weakref.ref(team.sync)
+
+    def leave_late(thread: int) -> None:
+        if thread > 0:
+            gate.wait()
+            has_left.set()
+
+    team.run(leave_late)
+    del team
+    gc.collect()
+    assert words() is not None
+    gate.set()
+    assert has_left.wait(10)
+    deadline = time.monotonic() + 10
+    while words() is not None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert words() is None
 
 
 @pytest.mark.parametrize("count", [0, 1, 7, 64])

@@ -16,7 +16,7 @@ NOT_TRUSTED = 3
 @click.command("calibrate", short_help="Fit the planner to this machine.")
 @engine_options
 @threads_option
-@click.option("--quick", is_flag=True, help="Fewer points and repeats: less than a minute.")
+@click.option("--quick", is_flag=True, help="Fewer points and repeats: one or two minutes.")
 @click.option(
     "-o",
     "--output",

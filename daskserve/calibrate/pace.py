@@ -6,7 +6,7 @@ Lone engine steps do: what is measured at different times is comparable only bes
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 
 import numpy as np
 
@@ -41,7 +41,7 @@ class Pace:
         return float(np.mean(ratios)) - 1.0
 
 
-def typical(points: Iterable[Point]) -> list[Point]:
+def typical(points: Collection[Point]) -> list[Point]:
     """Two prompts by themselves and two decode batches, neither the least nor the most of them."""
     chosen: list[Point] = []
     prompts = sorted(p for p in points if p.phase == "prefill" and p.batch == 1)

@@ -19,8 +19,6 @@ CHROMIUM = shutil.which("chromium")
 IDLE = "window.Bokeh && Bokeh.documents.length && Bokeh.documents[0].is_idle"
 _EMPTY_CHART = "could not set initial ranges"
 """What Bokeh says of a chart over time whose first second has not been seen."""
-_EARLY_TABLE = "(reading 'verticalFillMode')"
-"""What Tabulator throws on a busy machine: the page settles before its table begins to draw."""
 _DASHBOARD = r"dashboard on (http://\S+)/"
 _ARGUMENTS = ["--no-sandbox", "--disable-dev-shm-usage"]
 
@@ -100,12 +98,8 @@ class Tab:
         self.page = self._context.new_page()
         self.troubles: list[str] = []
         self.page.on("console", self._on_console)
-        self.page.on("pageerror", self._on_error)
+        self.page.on("pageerror", lambda error: self.troubles.append(str(error)))
         self.page.on("requestfailed", lambda request: self.troubles.append(request.url))
-
-    def _on_error(self, error) -> None:
-        if _EARLY_TABLE not in str(error):
-            self.troubles.append(str(error))
 
     def _on_console(self, message) -> None:
         if message.type in ("error", "warning") and _EMPTY_CHART not in message.text:

@@ -43,7 +43,7 @@ KV_MEMORY_BYTES = 2**30
 TTFT_FACTOR, TPOT_FACTOR = 2.0, 1.5
 """Limits over the 90th percentiles of the run at the lowest rate."""
 
-LOADS = (0.4, 0.55, 0.7, 0.8, 0.9, 1.0, 1.15)
+LOADS = (0.4, 0.55, 0.65, 0.73, 0.82, 1.0, 1.15)
 INFORMATIVE = (0.20, 0.95)
 """Attainments between which a rate tells something about the model."""
 

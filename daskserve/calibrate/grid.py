@@ -68,7 +68,8 @@ class Grid:
         Prompt lengths that are sent through a service, and how often each; of those above, so
         that they are measured as lone steps too.
     service_batches, num_service_rows
-        Batches that decode in a service, and how often each.
+        Batches that decode in a service, and how often each: up to the largest, since what each
+        request costs there is not the same in small and in large ones.
     traffic_tokens, num_traffic_requests, num_traffic_rounds
         Prompt lengths of mixed traffic, requests of a round, and rounds.
     """
@@ -140,7 +141,7 @@ FULL = Grid(
     contexts=(32, 128, 512, 1024),
     hand_over_tokens=(24, 104, 505, 1000, 2040),
     num_hand_overs=8,
-    service_batches=(1, 2, 4, 8, 16),
+    service_batches=(1, 2, 4, 8, 16, 32, 64),
     num_service_rows=3,
     traffic_tokens=(24, 55, 70, 104, 150, 246, 330),
     num_traffic_requests=60,
@@ -157,7 +158,7 @@ QUICK = Grid(
     contexts=(64, 256, 1024),
     hand_over_tokens=(55, 246, 1000),
     num_hand_overs=5,
-    service_batches=(1, 4, 8),
+    service_batches=(1, 4, 8, 32),
     num_service_rows=2,
     traffic_tokens=(55, 104, 246),
     num_traffic_requests=30,

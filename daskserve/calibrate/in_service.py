@@ -20,13 +20,16 @@ from daskserve.service import Service
 PROMPT_TOKENS = 16
 """Of what decodes in batches: short, so that a batch is soon together."""
 
-TRAFFIC_IN_FLIGHT = (6, 12, 24)
-"""Requests at a time in one round of mixed traffic after the other: light, middling and heavy."""
+TRAFFIC_SHARES = (0.6, 0.85, 1.1)
+"""Loads of mixed traffic, one round of each after the other: light, heavy and a bit too much, as
+shares of what the service gets through."""
 
 TRAFFIC_OUTPUT_TOKENS = (8, 48)
 """Fewest and most of a request in mixed traffic."""
 
 _NUM_STEPS = 32
+_IN_FLIGHT = 24
+"""Requests at a time that show what the service gets through."""
 _TIMEOUT_S = 300.0
 
 
@@ -79,6 +82,16 @@ class Answer:
         return self.submitted_at + self.timeline.total_s
 
 
+def most_context_tokens(batch: int) -> int:
+    """Of a request that decodes in such a batch of `decode_steps`."""
+    return PROMPT_TOKENS + _most_tokens(batch)
+
+
+def _most_tokens(batch: int) -> int:
+    """The first ones of a batch wait for the last one, so they get more to do."""
+    return _NUM_STEPS + batch
+
+
 def decode_steps(
     service: Service, batches: Sequence[int], repeats: int, seed: int = 0
 ) -> list[DecodeSteps]:
@@ -96,37 +109,62 @@ def _row(decoded: Sequence[Answer]) -> DecodeSteps:
 
 
 async def _together(service: Service, batch: int) -> list[Answer]:
-    """All of a batch at once; the first ones wait for the last one, so they get more to do."""
-    most = _NUM_STEPS + batch
-    outputs = [most] * (batch - 1) + [_NUM_STEPS]
+    """All of a batch at once."""
+    outputs = [_most_tokens(batch)] * (batch - 1) + [_NUM_STEPS]
     return await asyncio.gather(*(_sent(service, PROMPT_TOKENS, n) for n in outputs))
 
 
 def traffic(
-    service: Service, prompt_tokens: Sequence[int], num_requests: int, seed: int = 0
-) -> list[Answer]:
-    """Requests of mixed lengths, as many in flight as keep both kinds of instances at work.
+    service: Service,
+    prompt_tokens: Sequence[int],
+    num_requests: int,
+    num_rounds: int,
+    seed: int = 0,
+) -> list[list[Answer]]:
+    """Rounds of requests of mixed lengths that arrive whenever they like, at several loads.
 
-    ``seed`` counts the rounds, of which every one has another load.
+    A request that arrives takes time of the cores from whatever step runs just then, so it matters
+    that arrivals wait for nothing: users who send the next one after an answer would always meet
+    decode steps.
     """
     rng = np.random.default_rng(seed)
-    prompts = rng.choice(prompt_tokens, num_requests).tolist()
-    low, high = TRAFFIC_OUTPUT_TOKENS
-    outputs = rng.integers(low, high + 1, num_requests).tolist()
-    most = TRAFFIC_IN_FLIGHT[seed % len(TRAFFIC_IN_FLIGHT)]
-    return asyncio.run(_in_flight(service, list(zip(prompts, outputs, strict=True)), most))
+
+    def requests() -> list[tuple[int, int]]:
+        low, high = TRAFFIC_OUTPUT_TOKENS
+        prompts = rng.choice(prompt_tokens, num_requests).tolist()
+        return list(zip(prompts, rng.integers(low, high + 1, num_requests).tolist(), strict=True))
+
+    most_per_s = asyncio.run(_throughput(service, requests()))
+    rounds = []
+    for number in range(num_rounds):
+        rate = TRAFFIC_SHARES[number % len(TRAFFIC_SHARES)] * most_per_s
+        due_s = np.cumsum(rng.exponential(1.0 / rate, num_requests)).tolist()
+        rounds.append(asyncio.run(_arriving(service, requests(), due_s)))
+    return rounds
 
 
-async def _in_flight(
-    service: Service, requests: Sequence[tuple[int, int]], most: int
-) -> list[Answer]:
-    free = asyncio.Semaphore(most)
+async def _throughput(service: Service, requests: Sequence[tuple[int, int]]) -> float:
+    """Requests per second, some at a time."""
+    free = asyncio.Semaphore(_IN_FLIGHT)
 
     async def send(prompt: int, output: int) -> Answer:
         async with free:
             return await _sent(service, prompt, output)
 
-    return await asyncio.gather(*(send(*request) for request in requests))
+    answers = await asyncio.gather(*(send(*request) for request in requests))
+    began_at = min(one.submitted_at for one in answers)
+    return len(answers) / (max(one.ended_at for one in answers) - began_at)
+
+
+async def _arriving(
+    service: Service, requests: Sequence[tuple[int, int]], due_s: Sequence[float]
+) -> list[Answer]:
+    async def send(prompt: int, output: int, due: float) -> Answer:
+        await asyncio.sleep(due)
+        return await _sent(service, prompt, output)
+
+    sent = (send(*request, due) for request, due in zip(requests, due_s, strict=True))
+    return await asyncio.gather(*sent)
 
 
 _seeds = itertools.count()

@@ -13,7 +13,7 @@ import numpy as np
 from daskserve.calibrate.grid import Point
 from daskserve.calibrate.steps import StepRig
 
-_REPEATS = 5
+_REPEATS = 9
 
 
 class Pace:

@@ -147,6 +147,9 @@ def _overheads(found: Calibration) -> Table:
     table.add_row("prefill: and for 1,000 tokens of its prompts", f"{per_token_s * 1e6:.2f}")
     table.add_row("decode: and for each request of its batch", f"{per_request_s * 1e3:.2f}")
     when = "in mixed traffic" if added.is_colocated else "while the other instance computes"
+    if sharing is not None:
+        added_s = sharing.prefill_added_s
+        table.add_row(f"prefill step {when}, whatever its size", f"{added_s * 1e3:.2f}")
     for name, share in (
         (("prefill", sharing.prefill), ("decode", sharing.decode)) if sharing else ()
     ):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -20,7 +20,13 @@ from daskserve.calibrate.fitting import (
 )
 from daskserve.calibrate.grid import Grid, Point
 from daskserve.calibrate.handing_over import hand_overs, link_of, measurement, transfers_of
-from daskserve.calibrate.in_service import TRAFFIC_OUTPUT_TOKENS, Answer, decode_steps, traffic
+from daskserve.calibrate.in_service import (
+    TRAFFIC_OUTPUT_TOKENS,
+    Answer,
+    decode_steps,
+    most_context_tokens,
+    traffic,
+)
 from daskserve.calibrate.machine import HARDWARE, hardware_facts, machine_facts
 from daskserve.calibrate.pace import Pace
 from daskserve.calibrate.service_fit import Served, overheads_of
@@ -133,7 +139,8 @@ def _measure(
     context_tokens, page_bytes = rig.shape.context_tokens, rig.page_bytes
     before = Pace(rig, medians_s).off()
     del rig  # the services load the model again
-    served = _serve(config, grid, context_tokens, on_progress)
+    batches = _served_batches(grid, times)
+    served = _serve(config, grid, context_tokens, batches, on_progress)
     on_progress("timing lone steps once more")
     off = (before + Pace(StepRig(config, grid, load), medians_s).off()) / 2
     on_progress(f"lone steps took {off:+.1%} around the service; its times count less that much")
@@ -141,7 +148,11 @@ def _measure(
 
 
 def _serve(
-    config: EngineConfig, grid: Grid, context_tokens: int, on_progress: OnProgress
+    config: EngineConfig,
+    grid: Grid,
+    context_tokens: int,
+    batches: Sequence[int],
+    on_progress: OnProgress,
 ) -> Served:
     """What a prefill and a decode process take, and without cores for both a colocated one.
 
@@ -152,7 +163,6 @@ def _serve(
         if done % 10 == 0:
             on_progress(f"request {done} of {of}")
 
-    batches = [n for n in grid.service_batches if n <= config.max_batch_size]
     repeats = grid.num_service_rows
     has_own_cores = 2 * (config.num_threads or 1) <= len(os.sched_getaffinity(0))
     on_progress("starting a prefill and a decode process")
@@ -172,6 +182,16 @@ def _serve(
         return Served(apart, answers, rows, mixed, is_colocated=True)
 
 
+def _served_batches(grid: Grid, points: Collection[Point]) -> list[int]:
+    """Those whose requests a step by itself had room for too: batch, pages and context allow."""
+    decodes = [point for point in points if point.phase == "decode"]
+    return [
+        batch
+        for batch in grid.service_batches
+        if any(p.batch >= batch and p.tokens >= most_context_tokens(batch) for p in decodes)
+    ]
+
+
 def _mixed(
     service: Service, grid: Grid, context_tokens: int, on_progress: OnProgress
 ) -> list[list[Answer]]:
@@ -179,10 +199,9 @@ def _mixed(
     on_progress("mixed traffic")
     room = context_tokens - max(TRAFFIC_OUTPUT_TOKENS)
     prompts = [tokens for tokens in grid.traffic_tokens if tokens <= room]
-    return [
-        traffic(service, prompts, grid.num_traffic_requests, seed=number)
-        for number in range(grid.num_traffic_rounds if prompts else 0)
-    ]
+    if not prompts:
+        return []
+    return traffic(service, prompts, grid.num_traffic_requests, grid.num_traffic_rounds)
 
 
 def calibration_of(measured_here: Measured) -> Calibration:
@@ -214,7 +233,7 @@ def calibration_of(measured_here: Measured) -> Calibration:
     if sharing is None:
         reasons.append("no mixed traffic could be measured")
     return Calibration(
-        schema_version=5,
+        schema_version=6,
         is_trusted=not reasons,
         why_not=reasons,
         measured_at=datetime.now(UTC).isoformat(timespec="seconds"),

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
+from scipy.optimize import nnls
 
 from daskserve.calibrate.in_service import Answer
 from daskserve.planner.latency.calibration import Sharing, Slowdown
@@ -39,6 +41,9 @@ def sharing_of(
         One instance makes all steps. Else there is one of each role, and only times count in
         which the other was at work as well.
     """
+    least = _least(is_colocated)
+    added_s = prefill_added_s(rounds, step, is_colocated)
+    step = replace(step, prefill_knots_s=step.prefill_knots_s + added_s)
     prefill = [prefill_slowdown(one, step, is_colocated) for one in rounds]
     decode = [decode_slowdown(one, step, is_colocated) for one in rounds]
     of_prefill, of_decode = (
@@ -46,9 +51,30 @@ def sharing_of(
     )
     if not of_prefill or not of_decode:
         return None
-    # Instances do not speed each other up, but a colocated one's steps may beat the fit.
-    least = -1.0 if is_colocated else 0.0
-    return Sharing(prefill=_slowdown(of_prefill, least), decode=_slowdown(of_decode, least))
+    return Sharing(
+        prefill=_slowdown(of_prefill, least),
+        decode=_slowdown(of_decode, least),
+        prefill_added_s=added_s,
+    )
+
+
+def prefill_added_s(
+    rounds: Sequence[Sequence[Answer]], step: StepTimes, is_colocated: bool = False
+) -> float:
+    """Seconds that a prefill step takes longer in traffic, whatever its size.
+
+    Receiving requests takes time of the same cores, in steps of one short prompt as in those of
+    many. The rest grows with the step, more or less than what it takes alone: both together have
+    the least squared error relative to the steps.
+    """
+    steps = [one for answers in rounds for one in _beside(answers, step, is_colocated)]
+    if not steps:
+        return 0.0
+    taken_s, alone_s = np.array(steps).T
+    matrix = np.stack([1.0 / taken_s, alone_s / taken_s], axis=1)
+    scale = matrix.max(axis=0)
+    found, _ = nnls(matrix / scale, 1.0 - (1.0 + _least(is_colocated)) * matrix[:, 1])
+    return float((found / scale)[0])
 
 
 def prefill_slowdown(
@@ -58,17 +84,28 @@ def prefill_slowdown(
 
     None if there are none.
     """
+    steps = _beside(answers, step, is_colocated)
+    if not steps:
+        return None
+    taken_s, alone_s = (float(one) for one in np.sum(steps, axis=0))
+    return taken_s / alone_s - 1.0
+
+
+def _beside(
+    answers: Sequence[Answer], step: StepTimes, is_colocated: bool
+) -> list[tuple[float, float]]:
+    """What prefill steps took, apart those beside decoding, and what they take alone."""
     decoding = [(one.decode_at, one.ended_at) for one in answers]
-    taken_s = alone_s = 0.0
+    found = []
     for prompts in _prefill_steps(answers):
         began_at, ended_at = prompts[0].prefill_at, prompts[0].first_token_at
         beside_s = _covered_s(decoding, began_at, ended_at)
         if not is_colocated and beside_s < (1 - _MOST_IDLE) * (ended_at - began_at):
             continue
         lengths = [one.prompt_tokens for one in prompts]
-        taken_s += ended_at - began_at
-        alone_s += step.prefill_s(sum(lengths), sum(n**2 for n in lengths), len(lengths))
-    return taken_s / alone_s - 1.0 if alone_s else None
+        alone_s = step.prefill_s(sum(lengths), sum(n**2 for n in lengths), len(lengths))
+        found.append((ended_at - began_at, alone_s))
+    return found
 
 
 def decode_slowdown(
@@ -132,6 +169,11 @@ def _covered_s(spans: Sequence[tuple[float, float]], begin: float, end: float) -
             covered_s += last - first
             reached = last
     return covered_s
+
+
+def _least(is_colocated: bool) -> float:
+    """Instances do not speed each other up, but a colocated one's steps may beat the fit."""
+    return -1.0 if is_colocated else 0.0
 
 
 def _slowdown(shares: Sequence[float], least: float) -> Slowdown:

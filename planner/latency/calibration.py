@@ -18,7 +18,7 @@ from daskserve.planner.latency.calibrated import CalibratedModel
 from daskserve.planner.latency.paper import PaperCoefficients
 from daskserve.planner.model_spec import ModelSpec
 
-SCHEMA_VERSION = 5
+SCHEMA_VERSION = 6
 
 Phase = Literal["prefill", "decode"]
 
@@ -169,17 +169,19 @@ class Sharing(_Strict):
     """What a prefill and a decode instance cost each other that compute at the same time.
 
     Of a colocated instance, what its steps take longer in mixed traffic, or less than that of them
-    which was timed alone.
+    which was timed alone. ``prefill_added_s`` comes to every prefill step before that share: the
+    cores receive requests meanwhile.
     """
 
     prefill: Slowdown
     decode: Slowdown
+    prefill_added_s: NotNegative
 
 
 class Calibration(_Strict):
     """Everything in a profile file."""
 
-    schema_version: Literal[5]
+    schema_version: Literal[6]
     is_trusted: bool
     why_not: list[str]
     measured_at: str
@@ -213,7 +215,8 @@ class Calibration(_Strict):
             max_batch_size=self.engine.max_batch_size,
             dispatch_s=added.dispatch.median_s,
             hand_over_s=added.hand_over.median_s + added.kv_latency_s,
-            prefill_extra_s=added.prefill_extra.median_s,
+            prefill_extra_s=added.prefill_extra.median_s
+            + (sharing.prefill_added_s if sharing else 0.0),
             prefill_extra_per_token_s=added.prefill_extra_per_token_s,
             decode_extra_s=added.decode_extra.median_s,
             decode_extra_per_request_s=added.decode_extra_per_request_s,

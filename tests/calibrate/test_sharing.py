@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from daskserve.calibrate.in_service import Answer
-from daskserve.calibrate.sharing import decode_slowdown, prefill_slowdown, sharing_of
+from daskserve.calibrate.sharing import (
+    decode_slowdown,
+    prefill_added_s,
+    prefill_slowdown,
+    sharing_of,
+)
 from daskserve.core.placement import Parallelism
 from daskserve.core.request import Timeline
 from daskserve.planner.hardware import GPU
@@ -56,6 +63,26 @@ def test_a_colocated_instance_is_slow_by_itself(step, prefill, decode):
     traffic = answered(0.05, deployment)
     assert prefill_slowdown(traffic, step, is_colocated=True) == pytest.approx(prefill, abs=0.02)
     assert decode_slowdown(traffic, step, is_colocated=True) == pytest.approx(decode, abs=0.03)
+
+
+@pytest.mark.parametrize("is_colocated", [False, True])
+@pytest.mark.parametrize(("added_s", "share"), [(0.0, 0.0), (0.05, 0.0), (0.02, 0.1), (0.0, 0.3)])
+def test_what_every_prefill_step_costs_is_told_from_what_grows_with_it(
+    step, added_s, share, is_colocated
+):
+    longer = replace(step, prefill_knots_s=step.prefill_knots_s + added_s)
+    deployment = (
+        Deployment.colocated(longer.slowed(share, 0.0), 1)
+        if is_colocated
+        else apart(longer, share, 0.0)
+    )
+    traffic = answered(0.2, deployment)
+    found_s = prefill_added_s([traffic], step, is_colocated)
+    alone_s = step.prefill_s(100)
+    assert found_s == pytest.approx(added_s * (1.0 + share * is_colocated), abs=0.02 * alone_s)
+    found = sharing_of([traffic], step, is_colocated)
+    assert found.prefill_added_s == found_s
+    assert found.prefill.mean == pytest.approx(share, abs=0.03)
 
 
 def test_every_round_counts(step):

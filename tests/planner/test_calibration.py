@@ -49,7 +49,7 @@ def document(**changes) -> dict:
     weights = ModelSpec.load("llama-3.1-8b").num_active_parameters
     error = {"num_fitted": 10, "num_held_out": 5, "median": 0.02, "p90": 0.05, "limit": 0.1}
     return {
-        "schema_version": 5,
+        "schema_version": 6,
         "is_trusted": True,
         "why_not": [],
         "measured_at": "2026-01-01T00:00:00+00:00",
@@ -94,7 +94,11 @@ def document(**changes) -> dict:
             "decode_extra_per_request_s": 0.0005,
             "kv_latency_s": 0.001,
         },
-        "sharing": {"prefill": slowdown(0.1), "decode": slowdown(0.2)},
+        "sharing": {
+            "prefill": slowdown(0.1),
+            "decode": slowdown(0.2),
+            "prefill_added_s": 0.003,
+        },
     } | changes
 
 
@@ -118,7 +122,7 @@ def test_what_is_written_is_read_back(write, tmp_path):
 def test_step_times_are_the_fit_and_what_a_service_adds(write):
     latency = read_calibration(write()).latency()
     step = latency.step_times(latency.model, gpu_named("CPU"), Parallelism())
-    assert step.prefill_s(1000) == pytest.approx(0.010 + 0.002 + 0.020)
+    assert step.prefill_s(1000) == pytest.approx(0.010 + 0.002 + 0.003 + 0.020)
     assert step.decode_s(8, 0) == pytest.approx(0.005 + 0.004 + 0.008 + 0.004, rel=1e-3)
     alone = latency.alone().step_times(latency.model, gpu_named("CPU"), Parallelism())
     assert alone.prefill_s(1000) == pytest.approx(0.030)
@@ -145,7 +149,7 @@ def test_other_hardware_models_and_splits_are_refused(write):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"schema_version": 1, "new": 1}, "schema_version=1; this reads version 5"),
+        ({"schema_version": 1, "new": 1}, "schema_version=1; this reads version 6"),
         ({"is_trustd": True}, "is_trustd is not a key; did you mean is_trusted?"),
         ({"is_trusted": "yes"}, "is_trusted: Input should be a valid boolean"),
         ({"overheads": {"is_colocated": False}}, "overheads.dispatch: Field required"),
@@ -170,7 +174,7 @@ def test_requests_of_a_batch_cost_in_a_service_even_where_steps_do_not_grow(writ
 
 
 def test_no_json_and_no_file(tmp_path):
-    (tmp_path / "half.json").write_text('{"schema_version": 5')
+    (tmp_path / "half.json").write_text('{"schema_version": 6')
     with pytest.raises(ConfigError, match="half.json: Invalid JSON"):
         read_calibration(tmp_path / "half.json")
     with pytest.raises(ConfigError, match="cannot read"):

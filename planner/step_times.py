@@ -27,6 +27,9 @@ class StepTimes:
         Added per squared token of each prompt (attention): ``* sum(length**2)``.
     prefill_per_prompt_s
         Added for each prompt of a pass, or part of one: engines compute each in whole tiles.
+    prefill_following_s
+        Added to a step of a prefill instance that begins as another one ends: the instance gives
+        the KV of that one's requests away meanwhile.
     decode_base_s
         Index = requests in the micro-batch, ``[0]`` is 0: seconds of one decode pass of the
         whole model with empty contexts.
@@ -54,6 +57,7 @@ class StepTimes:
     prefill_budget_tokens: int = 2048
     max_batch_size: int = field(default=0)
     prefill_per_prompt_s: float = 0.0
+    prefill_following_s: float = 0.0
 
     def __post_init__(self) -> None:
         arrays = (
@@ -83,6 +87,7 @@ class StepTimes:
             "kv_capacity_tokens",
             "prefill_quadratic_s",
             "prefill_per_prompt_s",
+            "prefill_following_s",
         )
         for name in at_least_0:
             if not getattr(self, name) >= 0:
@@ -129,6 +134,7 @@ class StepTimes:
             prefill_knots_s=self.prefill_knots_s * (1.0 + prefill),
             prefill_quadratic_s=self.prefill_quadratic_s * (1.0 + prefill),
             prefill_per_prompt_s=self.prefill_per_prompt_s * (1.0 + prefill),
+            prefill_following_s=self.prefill_following_s * (1.0 + prefill),
             decode_base_s=self.decode_base_s * (1.0 + decode),
             decode_per_context_s=self.decode_per_context_s * (1.0 + decode),
         )

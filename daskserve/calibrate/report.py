@@ -148,8 +148,9 @@ def _overheads(found: Calibration) -> Table:
     table.add_row("decode: and for each request of its batch", f"{per_request_s * 1e3:.2f}")
     when = "in mixed traffic" if added.is_colocated else "while the other instance computes"
     if sharing is not None:
-        added_s = sharing.prefill_added_s
-        table.add_row(f"prefill step {when}, whatever its size", f"{added_s * 1e3:.2f}")
+        whatever_s, following_s = sharing.prefill_added_s, sharing.prefill_following_s
+        table.add_row(f"prefill step {when}, whatever its size", f"{whatever_s * 1e3:.2f}")
+        table.add_row("and one that begins as another ends", f"{following_s * 1e3:.2f}")
     for name, share in (
         (("prefill", sharing.prefill), ("decode", sharing.decode)) if sharing else ()
     ):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 from scipy.optimize import nnls
@@ -21,6 +21,9 @@ from daskserve.planner.step_times import StepTimes
 
 _MOST_IDLE = 0.05
 """Share of a prefill step in which decoding may pause and still count as beside it."""
+
+_SOON_S = 0.001
+"""Between the end of a step and the beginning of one that follows it."""
 
 _LEAST_BESIDE = 0.2
 """Share of the tokens that must come beside prompts to tell anything."""
@@ -42,8 +45,12 @@ def sharing_of(
         which the other was at work as well.
     """
     least = _least(is_colocated)
-    added_s = prefill_added_s(rounds, step, is_colocated)
-    step = replace(step, prefill_knots_s=step.prefill_knots_s + added_s)
+    added_s, following_s = prefill_added_s(rounds, step, is_colocated)
+    step = replace(
+        step,
+        prefill_knots_s=step.prefill_knots_s + added_s,
+        prefill_following_s=step.prefill_following_s + following_s,
+    )
     prefill = [prefill_slowdown(one, step, is_colocated) for one in rounds]
     decode = [decode_slowdown(one, step, is_colocated) for one in rounds]
     of_prefill, of_decode = (
@@ -55,26 +62,31 @@ def sharing_of(
         prefill=_slowdown(of_prefill, least),
         decode=_slowdown(of_decode, least),
         prefill_added_s=added_s,
+        prefill_following_s=following_s,
     )
 
 
 def prefill_added_s(
     rounds: Sequence[Sequence[Answer]], step: StepTimes, is_colocated: bool = False
-) -> float:
-    """Seconds that a prefill step takes longer in traffic, whatever its size.
+) -> tuple[float, float]:
+    """Seconds that a prefill step takes longer in traffic: whatever its size, and when it follows.
 
     Receiving requests takes time of the same cores, in steps of one short prompt as in those of
-    many. The rest grows with the step, more or less than what it takes alone: both together have
-    the least squared error relative to the steps.
+    many; giving their KV away takes time of the next step, if there is one just then. The rest
+    grows with the step, more or less than what it takes alone: all together have the least squared
+    error relative to the steps.
     """
     steps = [one for answers in rounds for one in _beside(answers, step, is_colocated)]
     if not steps:
-        return 0.0
-    taken_s, alone_s = np.array(steps).T
-    matrix = np.stack([1.0 / taken_s, alone_s / taken_s], axis=1)
-    scale = matrix.max(axis=0)
-    found, _ = nnls(matrix / scale, 1.0 - (1.0 + _least(is_colocated)) * matrix[:, 1])
-    return float((found / scale)[0])
+        return 0.0, 0.0
+    taken_s = np.array([one.taken_s for one in steps])
+    alone_s = np.array([one.alone_s for one in steps])
+    follows = np.array([one.follows and not is_colocated for one in steps], float)
+    matrix = np.stack([np.ones(len(steps)), follows, alone_s], axis=1) / taken_s[:, None]
+    scale = np.where(matrix.any(axis=0), matrix.max(axis=0), 1.0)
+    found, _ = nnls(matrix / scale, 1.0 - (1.0 + _least(is_colocated)) * matrix[:, 2])
+    always_s, following_s, _ = (found / scale).tolist()
+    return always_s, following_s
 
 
 def prefill_slowdown(
@@ -87,24 +99,33 @@ def prefill_slowdown(
     steps = _beside(answers, step, is_colocated)
     if not steps:
         return None
-    taken_s, alone_s = (float(one) for one in np.sum(steps, axis=0))
-    return taken_s / alone_s - 1.0
+    return sum(one.taken_s for one in steps) / sum(one.alone_s for one in steps) - 1.0
 
 
-def _beside(
-    answers: Sequence[Answer], step: StepTimes, is_colocated: bool
-) -> list[tuple[float, float]]:
-    """What prefill steps took, apart those beside decoding, and what they take alone."""
+@dataclass(frozen=True, slots=True)
+class _PrefillStep:
+    """``follows``: it began as another one ended."""
+
+    taken_s: float
+    alone_s: float
+    follows: bool
+
+
+def _beside(answers: Sequence[Answer], step: StepTimes, is_colocated: bool) -> list[_PrefillStep]:
+    """Prefill steps, apart those beside decoding."""
     decoding = [(one.decode_at, one.ended_at) for one in answers]
-    found = []
-    for prompts in _prefill_steps(answers):
+    found, last_ended_at = [], float("-inf")
+    for prompts in sorted(_prefill_steps(answers), key=lambda prompts: prompts[0].prefill_at):
         began_at, ended_at = prompts[0].prefill_at, prompts[0].first_token_at
+        follows = began_at - last_ended_at < _SOON_S
+        last_ended_at = ended_at
         beside_s = _covered_s(decoding, began_at, ended_at)
         if not is_colocated and beside_s < (1 - _MOST_IDLE) * (ended_at - began_at):
             continue
         lengths = [one.prompt_tokens for one in prompts]
         alone_s = step.prefill_s(sum(lengths), sum(n**2 for n in lengths), len(lengths))
-        found.append((ended_at - began_at, alone_s))
+        alone_s += step.prefill_following_s * follows
+        found.append(_PrefillStep(ended_at - began_at, alone_s, follows))
     return found
 
 

@@ -36,6 +36,8 @@ class CalibratedModel:
     prefill_extra_s, prefill_extra_per_token_s, decode_extra_s, decode_extra_per_request_s
         What a step in a service takes longer than a step by itself: always, and for each
         prompt token or request of it.
+    prefill_following_s
+        What a prefill step takes longer that begins as another one ends.
     prefill_slowdown, decode_slowdown
         What steps take longer beside an instance of the other role, see `Deployment`.
     is_colocated
@@ -53,6 +55,7 @@ class CalibratedModel:
     prefill_extra_per_token_s: float = 0.0
     decode_extra_s: float = 0.0
     decode_extra_per_request_s: float = 0.0
+    prefill_following_s: float = 0.0
     prefill_slowdown: float = 0.0
     decode_slowdown: float = 0.0
     is_colocated: bool = False
@@ -82,7 +85,11 @@ class CalibratedModel:
         )
         paper = PaperModel({1: inside}, self.memory, self.max_batch_size)
         step = paper.step_times(model, self.hardware, parallelism)
-        step = replace(step, prefill_budget_tokens=self.prefill_budget_tokens)
+        step = replace(
+            step,
+            prefill_budget_tokens=self.prefill_budget_tokens,
+            prefill_following_s=self.prefill_following_s,
+        )
         if self.is_colocated:
             step = step.slowed(self.prefill_slowdown, self.decode_slowdown)
         return step
@@ -95,6 +102,7 @@ class CalibratedModel:
             prefill_extra_per_token_s=0.0,
             decode_extra_s=0.0,
             decode_extra_per_request_s=0.0,
+            prefill_following_s=0.0,
             is_colocated=False,
         )
 

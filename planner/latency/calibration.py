@@ -169,13 +169,15 @@ class Sharing(_Strict):
     """What a prefill and a decode instance cost each other that compute at the same time.
 
     Of a colocated instance, what its steps take longer in mixed traffic, or less than that of them
-    which was timed alone. ``prefill_added_s`` comes to every prefill step before that share: the
-    cores receive requests meanwhile.
+    which was timed alone. Before that share ``prefill_added_s`` comes to every prefill step: the
+    cores receive requests meanwhile; and ``prefill_following_s`` to one that begins as another
+    ends: they give away the KV of that one.
     """
 
     prefill: Slowdown
     decode: Slowdown
     prefill_added_s: NotNegative
+    prefill_following_s: NotNegative
 
 
 class Calibration(_Strict):
@@ -220,6 +222,7 @@ class Calibration(_Strict):
             prefill_extra_per_token_s=added.prefill_extra_per_token_s,
             decode_extra_s=added.decode_extra.median_s,
             decode_extra_per_request_s=added.decode_extra_per_request_s,
+            prefill_following_s=sharing.prefill_following_s if sharing else 0.0,
             prefill_slowdown=sharing.prefill.mean if sharing else 0.0,
             decode_slowdown=sharing.decode.mean if sharing else 0.0,
             is_colocated=added.is_colocated,

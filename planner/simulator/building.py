@@ -87,6 +87,7 @@ def _curves(kinds: list[StepTimes]) -> tuple[np.recarray, np.recarray, np.recarr
     for row, kind in zip(times, kinds, strict=True):
         row.first_knot, row.num_knots = first_knot, len(kind.prefill_knots_s)
         row.quadratic_s, row.per_prompt_s = kind.prefill_quadratic_s, kind.prefill_per_prompt_s
+        row.following_s = kind.prefill_following_s
         row.first_batch = first_batch
         row.num_stages, row.stage_overhead_s = kind.num_stages, kind.stage_overhead_s
         row.budget_tokens, row.max_batch = kind.prefill_budget_tokens, kind.max_batch_size
@@ -128,6 +129,7 @@ def _set_prefills(tables: r.Tables, deployment: Deployment, kind_of: dict[int, i
     first_stage = 0
     for index, times in enumerate(deployment.prefill_instances):
         prefill = tables.prefills[index]
+        prefill.ended_s = -np.inf
         prefill.times = kind_of[id(times)]
         prefill.queue = r.FIRST_QUEUE + index
         prefill.total_blocks = prefill.free_blocks = _num_blocks(deployment, times)

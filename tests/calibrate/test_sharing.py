@@ -66,22 +66,32 @@ def test_a_colocated_instance_is_slow_by_itself(step, prefill, decode):
 
 
 @pytest.mark.parametrize("is_colocated", [False, True])
-@pytest.mark.parametrize(("added_s", "share"), [(0.0, 0.0), (0.05, 0.0), (0.02, 0.1), (0.0, 0.3)])
+@pytest.mark.parametrize(
+    ("added", "following", "share"),
+    [(0.0, 0.0, 0.0), (0.3, 0.0, 0.0), (0.1, 0.2, 0.1), (0.0, 0.2, 0.0), (0.0, 0.0, 0.3)],
+)
 def test_what_every_prefill_step_costs_is_told_from_what_grows_with_it(
-    step, added_s, share, is_colocated
+    step, added, following, share, is_colocated
 ):
-    longer = replace(step, prefill_knots_s=step.prefill_knots_s + added_s)
+    alone_s = step.prefill_s(100)
+    added_s = added * alone_s
+    following_s = following * alone_s * (not is_colocated)  # its KV stays where it is
+    longer = replace(
+        step,
+        prefill_knots_s=step.prefill_knots_s + added_s,
+        prefill_following_s=following_s,
+    )
     deployment = (
         Deployment.colocated(longer.slowed(share, 0.0), 1)
         if is_colocated
         else apart(longer, share, 0.0)
     )
     traffic = answered(0.2, deployment)
-    found_s = prefill_added_s([traffic], step, is_colocated)
-    alone_s = step.prefill_s(100)
-    assert found_s == pytest.approx(added_s * (1.0 + share * is_colocated), abs=0.02 * alone_s)
+    always_s, next_s = prefill_added_s([traffic], step, is_colocated)
+    assert always_s == pytest.approx(added_s * (1.0 + share), abs=0.02 * alone_s)
+    assert next_s == pytest.approx(following_s * (1.0 + share), abs=0.02 * alone_s)
     found = sharing_of([traffic], step, is_colocated)
-    assert found.prefill_added_s == found_s
+    assert (found.prefill_added_s, found.prefill_following_s) == (always_s, next_s)
     assert found.prefill.mean == pytest.approx(share, abs=0.03)
 
 

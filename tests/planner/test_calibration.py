@@ -98,6 +98,7 @@ def document(**changes) -> dict:
             "prefill": slowdown(0.1),
             "decode": slowdown(0.2),
             "prefill_added_s": 0.003,
+            "prefill_following_s": 0.004,
         },
     } | changes
 
@@ -127,6 +128,7 @@ def test_step_times_are_the_fit_and_what_a_service_adds(write):
     alone = latency.alone().step_times(latency.model, gpu_named("CPU"), Parallelism())
     assert alone.prefill_s(1000) == pytest.approx(0.030)
     assert (step.prefill_budget_tokens, step.max_batch_size) == (384, 24)
+    assert (step.prefill_following_s, alone.prefill_following_s) == (0.004, 0.0)
     cluster = latency.on(Cluster.of("CPU", 1, 2))
     assert cluster.groups[0].gpu.link_bandwidth == 2e9
     assert cluster.link_latency_s == pytest.approx(0.004)

@@ -87,6 +87,7 @@ def finish_batch(world, prefill_id, now):
     slot_id = flight_at(world, prefill.first_flight + prefill.oldest).head
     prefill.oldest = (prefill.oldest + 1) % num_stages
     prefill.num_flights -= 1
+    prefill.ended_s = now
     if prefill.num_flights == 0:
         count_prefill(world, -1, now)
     else:
@@ -145,6 +146,8 @@ def _launch(world, prefill_id, count, now):
     prefill.peak_blocks = max(prefill.peak_blocks, used)
     pass_s = tokens_s(world, times, num_tokens) + times.quadratic_s * squares
     pass_s += times.per_prompt_s * count
+    if prefill.ended_s == now:
+        pass_s += times.following_s
     pass_s *= world.prefill_pace
     flight.head = head
     flight.done_s = through_stages(world, prefill.first_stage, times, pass_s, now)

@@ -79,6 +79,7 @@ TIMES = np.dtype(
         ("num_knots", "i8"),
         ("quadratic_s", "f8"),
         ("per_prompt_s", "f8"),
+        ("following_s", "f8"),
         ("first_batch", "i8"),  # of ``Tables.batches``: entry for batch size 0
         ("num_stages", "i8"),
         ("stage_overhead_s", "f8"),
@@ -103,6 +104,7 @@ PREFILL = np.dtype(
         ("first_flight", "i8"),  # of ``Tables.flights``: a ring of ``num_stages`` batches
         ("oldest", "i8"),
         ("num_flights", "i8"),
+        ("ended_s", "f8"),  # when the last batch left the pipeline
         ("is_full", "i1"),  # the head of the queue waits for memory
         ("num_pulls", "i8"),
         ("link_bandwidth", "f8"),

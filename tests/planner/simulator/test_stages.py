@@ -40,6 +40,15 @@ def test_alone_ttft_is_prefill_and_the_first_gap_is_transfer_and_one_step(step_t
     assert gap_s == pytest.approx(PULL_S + 0.01 + times.decode_s(1, PROMPT + 1))
 
 
+def test_a_prefill_that_begins_as_another_ends_takes_longer(step_times):
+    times = step_times(prefill_following_s=0.004, prefill_budget_tokens=PROMPT)
+    deployment = Deployment.disaggregated(times, 1, times, 1)
+    requests = ((0.0, PROMPT, 2), (0.001, PROMPT, 2), (0.002, PROMPT, 2), (5.0, PROMPT, 2))
+    alone_s = times.prefill_s(PROMPT)
+    found_s = [done["prefill_s"] for done in run(deployment, *requests)]
+    assert found_s == pytest.approx([alone_s, alone_s + 0.004, alone_s + 0.004, alone_s])
+
+
 @pytest.mark.parametrize("chunk_tokens", [None, 2048])
 def test_alone_on_a_colocated_instance(step_times, chunk_tokens):
     times = step_times()

@@ -143,7 +143,7 @@ FULL = Grid(
     num_hand_overs=8,
     service_batches=(1, 2, 4, 8, 16, 32, 64),
     num_service_rows=3,
-    traffic_tokens=(24, 55, 70, 104, 150, 246, 330),
+    traffic_tokens=(24, 55, 70, 104, 150, 246, 330, 505),
     num_traffic_requests=60,
     num_traffic_rounds=9,
 )

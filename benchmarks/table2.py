@@ -225,10 +225,10 @@ def figures_of(mode: str, rates: list[Rate], slo: SLO) -> list[dict]:
     for one in telling:
         name = f"{mode}_{one.rate:g}"
         shares, values = one.attainments(slo), one.percentiles_s()
-        # Rounded, since a difference of just 2 points is a sum of shares that may come out above.
-        off = round(abs(float(np.diff(shares.mean(axis=0))[0])), 4)
-        most = round(max(MOST_POINTS, float(shares[:, 0].std())), 4)
-        figures.append(_figure(f"{name}_attainment_off", off, "share", most))
+        # Just 2 points, as a difference of shares, may come out above by the last digit of a float.
+        off = round(abs(float(np.diff(shares.mean(axis=0))[0])), 9)
+        most = max(MOST_POINTS, float(shares[:, 0].std()))
+        figures.append(_figure(f"{name}_attainment_off", off, "share", round(most, 4)))
         ratios = np.abs(values[1] / values[0] - 1.0)
         for index, metric in enumerate(("ttft_p50", "ttft_p90", "tpot_p50", "tpot_p90")):
             most = MOST_P90 if metric.endswith("p90") else MOST_MEDIAN

@@ -49,7 +49,7 @@ def sharing_of(
     step = replace(
         step,
         prefill_knots_s=step.prefill_knots_s + added_s,
-        prefill_following_s=step.prefill_following_s + following_s,
+        prefill_following_s=following_s,
     )
     prefill = [prefill_slowdown(one, step, is_colocated) for one in rounds]
     decode = [decode_slowdown(one, step, is_colocated) for one in rounds]

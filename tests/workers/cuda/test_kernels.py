@@ -17,11 +17,13 @@ from daskserve.workers.cuda.self_check import (
     CASES,
     DECODE,
     MIXED,
+    PROMPTS,
     QUICK,
     Case,
     agrees,
     can_be_trusted,
     largest_error,
+    largest_packed_error,
 )
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
@@ -103,3 +105,5 @@ def test_the_check_before_use_takes_packed_prompts_and_pages():
     wrong = VarlenAttention(reference.varlen_attn)
     wrong._function = without_scale
     assert not can_be_trusted(wrong, torch.float32, CPU, in_pages=False)
+    # By the scale, not by rounding of the large values in the page that is nobody's.
+    assert largest_packed_error(wrong, Case(PROMPTS, page_size=256), CPU) > 0.1
